@@ -1,0 +1,100 @@
+"""The command line: ``unbroken demo``."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="unbroken",
+    help="A data loader for PyTorch that never loses its place.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("unbroken")
+    except metadata.PackageNotFoundError:
+        return "unknown (the package is not installed, only found on the path)"
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"unbroken {_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """A data loader for PyTorch that never loses its place."""
+
+
+def _end(number: int, frame: object) -> None:
+    # An exit that unwinds the stack, so that the processes that were started are ended too.
+    raise SystemExit(128 + number)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for logs and the picture.")] = Path("demo-out"),
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints after a success too.")] = False,
+    kill_at: Annotated[int | None, typer.Option(help="Kill after this step. Default: by chance, 16 to 28.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="12 steps, resumed at 4, on a smaller corpus.")] = False,
+    trainer: Annotated[Path | None, typer.Option(help="The example trainer, examples/train.py.")] = None,
+    skip_loader_state: Annotated[
+        bool,
+        typer.Option(
+            "--skip-loader-state",
+            help="Resume model and optimizer, but not the data's place: shows that the comparison can fail.",
+        ),
+    ] = False,
+) -> None:
+    """Train a small model, kill it, resume it, and hold it against the run that never stopped.
+
+    (a) 30 steps without a stop. (b) The same run killed with SIGKILL, the checkpoints after step 15 deleted, resumed
+    with another number of workers: the losses must be equal to the last bit. (c) The checkpoint of step 15 resumed on
+    2 ranks: each global batch must hold the same rows.
+
+    Exit code: 0 if all is equal, 1 if anything differs, 2 if the demo could not be run.
+    """
+    # Imported here: --help and --version need none of it.
+    from unbroken.demo import DemoError, Plan, find_trainer, run_demo
+
+    console = Console()
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        plan = Plan(out, find_trainer(trainer), skip_loader_state=skip_loader_state, keep=keep)
+        if quick:
+            plan = replace(plan, steps=12, save_every=4, restore=4, corpus_bytes=1_000_000)
+        passed = run_demo(replace(plan, kill_at=kill_at), console)
+    except DemoError as error:
+        typer.echo(f"The demo could not be run.\n{error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("Interrupted; the runs were ended.", err=True)
+        raise typer.Exit(130) from None
+    raise typer.Exit(0 if passed else 1)
+
+
+def main() -> None:
+    """The entry point of the ``unbroken`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

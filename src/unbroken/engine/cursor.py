@@ -1,0 +1,282 @@
+"""One lane of any dataset: open, advance, anchor and count.
+
+This is the only code that advances a lane: workers, inline loading and the remaking after a resume all use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, final
+
+from unbroken.engine.opening import Opening, set_worker_info
+from unbroken.errors import InexactDataset, InvalidState
+from unbroken.ledger import digest
+from unbroken.position import LanePosition, Made
+from unbroken.seeding import Globals, key, seed_globals, write_globals
+
+__all__ = ["Cursor", "Report", "Rules"]
+
+Report = Callable[[str, int, int], None]
+"""Called now and then while samples are made again: what, samples made, samples to make."""
+
+_CAPTURE_SHARE = 0.02
+
+
+@final
+@dataclass(frozen=True)
+class Rules:
+    """How the lanes of a run are made; the same for all of them.
+
+    ``run`` is the run's key; ``capture_every`` is in turns of a lane, ``None`` adapts; ``word`` keeps the random
+    numbers of samplers and datasets apart; ``pristine`` is the dataset's own state before it was ever opened.
+    """
+
+    run: int
+    seed_by: str = "batch"
+    resume: str = "checked"
+    capture_every: int | None = None
+    drop_last: bool = False
+    word: str = "lane"
+    pristine: str | None = None
+
+
+@final
+class Cursor:
+    """One lane: an iterator over a dataset, opened where a position says, that makes a turn at a time."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        lane: int,
+        start: LanePosition,
+        rules: Rules,
+        *,
+        report: Report,
+        info: Any = None,
+        opening_globals: Globals | None = None,
+    ) -> None:
+        self._opening = opening
+        self._lane = lane
+        self._start = start
+        self._rules = rules
+        self._info = info
+        self._opening_globals = opening_globals
+        self._report = report
+        self._iterator: Iterator[Any] | None = None
+        self._next = start.delivered
+        self._opened_now = False
+        self._exhausted = start.ended
+        self._pace = _Pace(rules.capture_every if not opening.exact else 1, start.turns)
+
+    def make(self, size: int) -> Made:
+        """The next turn: up to ``size`` samples, or the end of the lane.
+
+        Raises what the dataset raises; ``InexactDataset`` where a resume does not lead back to the place.
+        """
+        if self._exhausted:
+            return Made(ended=True, carry=self._start.carry)
+        aside = set_worker_info(self._info)
+        try:
+            made = Made()
+            if self._iterator is None:
+                self._open(made)
+            self._produce(made, size)
+            if made.opened is not None:
+                made.unaware = self._info is not None and not self._info.looked_at
+            return made
+        finally:
+            set_worker_info(aside)
+
+    def _produce(self, made: Made, size: int) -> None:
+        began, rules = perf_counter(), self._rules
+        plan = self._pace.plan() if self._opening.stateful else "none"
+        before = self._capture() if plan == "each" else None
+        if not self._opened_now:
+            seed_globals(self._batch_key(self._next))
+        for number in range(size):
+            if rules.seed_by == "sample" and not self._opened_now:
+                seed_globals(self._sample_key(self._next))
+            around = plan == "each" or (plan == "last" and number == size - 1)
+            if around and plan == "last" and not self._opening.exact:
+                before = self._capture()
+            if not self._advance(made):
+                break
+            if around:
+                after = self._capture()
+                if before != after or rules.resume == "trust":
+                    made.capture = (self._next, before, after)
+                before = after
+        if self._exhausted and (not made.samples or (rules.drop_last and len(made.samples) < size)):
+            made.samples, made.digests, made.capture = [], [], None
+            made.ended, made.carry = True, self._opening.carry()
+            self._start.carry = made.carry
+        self._pace.note(perf_counter() - began, found=made.capture is not None)
+
+    def _advance(self, made: Made) -> bool:
+        """Make one sample; False at the end of the lane."""
+        try:
+            sample = next(self._iterator)  # type: ignore[arg-type]
+        except StopIteration:
+            if self._opened_now and self._start.carry is not None and self._start.carry != self._rules.pristine:
+                # The state carried over from the last epoch stands at its end: begin as the dataset did at first.
+                self._start.carry = self._rules.pristine
+                self._enter(self._rules.pristine)
+                made.opened = (0, self._opening.capture())
+                return self._advance(made)
+            self._exhausted = True
+            return False
+        self._opened_now = False
+        made.samples.append(sample)
+        made.digests.append(digest(sample))
+        self._next += 1
+        return True
+
+    def _capture(self) -> str | None:
+        began = perf_counter()
+        state = self._opening.capture()
+        self._pace.spent(perf_counter() - began)
+        return state
+
+    # ---- opening, and making again what was delivered since the anchor
+
+    def _enter(self, state: str | None) -> None:
+        if self._opening_globals is not None:
+            write_globals(self._opening_globals)
+        else:
+            seed_globals(key(self._rules.run, "open", self._rules.word, self._start.epoch, self._lane))
+        self._iterator = self._opening.enter(state)
+        self._opened_now = True
+
+    def _open(self, made: Made) -> None:
+        start = self._start
+        if start.anchor is None:
+            if start.delivered:
+                raise InvalidState(
+                    f"The position of lane {self._lane} counts samples but has no anchor: it was changed."
+                )
+            self._enter(start.carry)
+            made.opened = (0, self._opening.capture())
+            return
+        failure: Exception | None = None
+        missed = False
+        for state, first in self._attempts():
+            try:
+                if self._reach(state, first):
+                    return
+                missed = True
+            except Exception as error:  # a state that does not fit may make any dataset raise anything
+                failure = failure or error
+        if failure is not None and not missed:
+            raise failure
+        raise InexactDataset(self._inexact_text(start)) from failure
+
+    def _attempts(self) -> list[tuple[str | None, int]]:
+        """Where to open, and which sample that would give first: by claim, then one earlier or later."""
+        anchor = self._start.anchor
+        if anchor is None or anchor.at == 0 or self._opening.exact or self._rules.resume == "trust":
+            return [(anchor.after, anchor.at)] if anchor else []
+        at = anchor.at
+        return [(anchor.after, at), (anchor.after, at - 1), (anchor.after, at + 1), (anchor.before, at - 1)]
+
+    def _reach(self, state: str | None, first: int) -> bool:
+        """Open at a state and make again what was delivered from sample ``first`` on; whether the digests agree."""
+        start, rules = self._start, self._rules
+        if first > start.delivered:
+            return False
+        self._enter(state)
+        made, told = Made(), perf_counter()
+        expected = self._expected()
+        for sample in range(first, start.delivered):
+            if sample != first:
+                if start.starts_batch(sample):
+                    seed_globals(self._batch_key(sample))
+                if rules.seed_by == "sample":
+                    seed_globals(self._sample_key(sample))
+            elif first and rules.resume == "trust":
+                seed_globals(self._batch_key(sample))
+            if not self._remake(made):
+                return False
+            if sample in expected and made.digests[0] != expected[sample]:
+                return False
+            if (now := perf_counter()) - told > 0.2:
+                told = now
+                self._report(f"lane {self._lane}", sample - first, start.delivered - first)
+        self._next = start.delivered
+        self._opened_now = start.delivered == 0
+        return True
+
+    def _remake(self, made: Made) -> bool:
+        try:
+            sample = next(self._iterator)  # type: ignore[arg-type]
+        except StopIteration:
+            return False
+        made.digests = [digest(sample)]
+        return True
+
+    def _expected(self) -> dict[int, int]:
+        start = self._start
+        if self._rules.resume == "trust" or start.anchor is None:
+            return {}
+        expected = {start.anchor.first_witness + i: d for i, d in enumerate(start.anchor.witnesses)}
+        if start.last is not None:
+            expected[start.delivered - 1] = start.last
+        return expected
+
+    def _batch_key(self, first: int) -> int:
+        return key(self._rules.run, "batch", self._rules.word, self._start.epoch, self._lane, first)
+
+    def _sample_key(self, sample: int) -> int:
+        return key(self._rules.run, "sample", self._rules.word, self._start.epoch, self._lane, sample)
+
+    def _inexact_text(self, start: LanePosition) -> str:
+        at = start.anchor.at if start.anchor else 0
+        return (
+            f"{self._opening.name} did not make again what it had delivered.\n"
+            f"Lane {self._lane}, epoch {start.epoch}: opened at the state saved around sample {at}, it should have "
+            "come to "
+            f"sample {start.delivered} with the content it had, and did not.\n"
+            "Either its state_dict() does not lead back to the place (something it needs is not in it), or its samples "
+            "differ when they are made again (a random generator of its own without a seed, another file, the clock).\n"
+            'resume="replay" ignores its state and makes everything again from the start of the epoch; resume="trust" '
+            "takes the state at its word and checks nothing."
+        )
+
+
+@final
+class _Pace:
+    """How often to capture: as told, or so that it stays below 2 % of the time of making samples.
+
+    A state that did not change over one sample (a shard number, say) is looked for around each sample of a batch.
+    """
+
+    def __init__(self, every: int | None, turns: int) -> None:
+        self._every = every
+        self._turns = turns
+        self._cost = 0.0
+        self._spent = 0.0
+        self._produced = 0.0
+        self._planned = "none"
+        self._coarse = False
+
+    def plan(self) -> str:
+        """Capture around no sample of this turn (``none``), the ``last``, or ``each``."""
+        self._turns += 1
+        if self._every is not None:
+            due = self._turns % self._every == 0
+        else:
+            due = self._produced * _CAPTURE_SHARE >= self._cost
+        self._planned = ("each" if self._coarse else "last") if due else "none"
+        return self._planned
+
+    def spent(self, seconds: float) -> None:
+        self._spent += seconds
+
+    def note(self, seconds: float, *, found: bool) -> None:
+        self._produced += seconds - self._spent
+        if self._planned != "none":
+            self._cost = self._spent
+            self._coarse = not found
+            self._produced = 0.0
+        self._spent = 0.0

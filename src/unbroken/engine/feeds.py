@@ -1,0 +1,318 @@
+"""What is handed out next, and what the position is then.
+
+A feed keeps its engine busy, collects batches in the order that the plan fixes, and moves the position with each one it
+hands out: for map-style datasets in the order of steps, for torch iterable datasets a turn (a batch of one lane) at a
+time, for streams a batch of consecutive turns (rows).
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from torch.utils.data import default_collate, default_convert
+
+from unbroken.engine.engine import Engine, Reply
+from unbroken.engine.host import MapTask, RowsTask, TurnTask
+from unbroken.engine.wire import RowLayout
+from unbroken.errors import LaneError, WorkerTimeout
+from unbroken.lanes import Turns
+from unbroken.position import LanesPosition, Made, MapPosition
+from unbroken.sampling import Step
+from unbroken.seeding import isolated, key
+
+__all__ = ["Batching", "Feed", "LaneFeed", "MapFeed", "RowFeed"]
+
+
+class Feed(ABC):
+    """Hands out batches and moves the position."""
+
+    @abstractmethod
+    def next(self) -> Any:
+        """The next batch. Raises ``StopIteration`` at the end of the epoch, and what the dataset raises."""
+
+
+@final
+class MapFeed(Feed):
+    """Batches of a map-style dataset: any free host makes the next one, they are delivered in order."""
+
+    def __init__(self, engine: Engine, position: MapPosition, steps: Iterator[Step], cursor_size: int) -> None:
+        self._engine = engine
+        self._position = position
+        self._steps = steps
+        self._cursor_size = cursor_size
+        self._queue: deque[tuple[int, Step]] = deque()
+        engine.open(position.epoch, position.epochs.get("dataset"), {})
+
+    def next(self) -> Any:
+        self._fill(max(1, self._engine.hosts * self._engine.lookahead))
+        if not self._queue:
+            raise StopIteration
+        ticket, step = self._queue[0]
+        try:
+            reply = self._engine.collect(ticket)
+        except WorkerTimeout:
+            raise  # it may still come
+        except Exception:
+            self._queue.popleft()  # a batch that fails is passed over if the user goes on, as in torch
+            raise
+        self._queue.popleft()
+        self._fill(self._engine.hosts * self._engine.lookahead)
+        self._position.deliver(step.rows, reply.made)
+        if step.made is not None:
+            self._position.cursor.deliver(step.made, self._cursor_size)
+        return reply.batch
+
+    def _fill(self, number: int) -> None:
+        while len(self._queue) < number:
+            step = next(self._steps, None)
+            if step is None:
+                return
+            task = MapTask(self._position.epoch, step.place, step.stride, step.indices)
+            self._queue.append((self._engine.submit(self._engine.least_busy(), task), step))
+
+
+class _Lanes:
+    """The lanes of a rank in one epoch: whose turn it is, for delivery and for what is asked for ahead."""
+
+    def __init__(self, engine: Engine, position: LanesPosition, dp_world_size: int) -> None:
+        self.engine = engine
+        self.position = position
+        self.dp_world_size = dp_world_size
+        self.restart()
+
+    def restart(self) -> None:
+        """Place every lane at its position; whatever was made ahead is forgotten."""
+        position = self.position
+        live = {number: lane.turns for number, lane in position.lanes.items() if not lane.ended}
+        self.turns, self.planned = Turns(live), Turns(live)
+        self.host_of = {number: place % self.engine.hosts for place, number in enumerate(position.lanes)}
+        starts = {number: replace(lane) for number, lane in position.lanes.items()}
+        self.engine.open(position.epoch, position.epochs.get("dataset"), starts)
+
+    def end(self, number: int, made: Made) -> None:
+        """A lane has no more turns in this epoch."""
+        self.position.lanes[number].end(made)
+        self.turns.end(number)
+        self.planned.end(number)
+        if not self.turns and self.dp_world_size > 1 and not any(p.turns for p in self.position.lanes.values()):
+            raise LaneError(
+                f"This rank has no data: its lanes {list(self.position.lanes)} yielded nothing in epoch "
+                f"{self.position.epoch}.\n"
+                "Cut the data into more pieces (more or smaller files), or use fewer ranks or lanes, so that every "
+                "rank "
+                "has a lane with data in it."
+            )
+
+
+@final
+class LaneFeed(Feed):
+    """Batches of a torch iterable dataset: a turn is a batch, collated within its lane."""
+
+    def __init__(self, engine: Engine, position: LanesPosition, size: int, dp_world_size: int) -> None:
+        self._lanes = _Lanes(engine, position, dp_world_size)
+        self._size = size
+        self._ahead: dict[int, deque[int]] = {}
+        self._undelivered = 0
+        self._failed = False
+        self._first_digests: dict[tuple[int, ...], int] = {}
+
+    def next(self) -> Any:
+        if self._failed:
+            self._lanes.restart()
+            self._ahead, self._undelivered, self._failed = {}, 0, False
+        lanes = self._lanes
+        while lanes.turns:
+            number = lanes.turns.peek()
+            reply = self._collect(number)
+            made = reply.made
+            if made.ended:
+                lanes.end(number, made)
+                self._undelivered -= len(self._ahead.pop(number, ()))
+                continue
+            lanes.turns.take()
+            self._fill()
+            lanes.position.lanes[number].deliver(made, self._size)
+            lanes.position.step += 1
+            if made.unaware:
+                self._warn_of_repeats(number, made)
+            return reply.batch
+        raise StopIteration
+
+    def _collect(self, number: int) -> Reply:
+        self._fill()
+        if not self._ahead.get(number):
+            self._submit(number)
+        ticket = self._ahead[number].popleft()
+        self._undelivered -= 1
+        try:
+            return self._lanes.engine.collect(ticket)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _fill(self) -> None:
+        engine = self._lanes.engine
+        while self._lanes.planned and self._undelivered < engine.hosts * engine.lookahead:
+            self._submit(self._lanes.planned.take())
+
+    def _submit(self, number: int) -> None:
+        ticket = self._lanes.engine.submit(self._lanes.host_of[number], TurnTask(number, self._size))
+        self._ahead.setdefault(number, deque()).append(ticket)
+        self._undelivered += 1
+
+    def _warn_of_repeats(self, number: int, made: Made) -> None:
+        other = self._first_digests.setdefault(tuple(made.digests), number)
+        if other != number:
+            self._first_digests.clear()
+            warnings.warn(
+                f"Lanes {other} and {number} yield the same samples: the dataset does not look at its worker info, "
+                "so each "
+                "of its lanes repeats all of it (as it does in torch's loader).\nShard it in __iter__ by "
+                "torch.utils.data.get_worker_info(), whose id is the lane and num_workers the number of lanes; or "
+                "pass lanes=1.",
+                stacklevel=4,
+            )
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that came, and where it lies: in its place in a shared batch, or by itself."""
+
+    made: Made
+    loose: Any = None
+    shared: Any = None
+    layout: RowLayout | None = None
+    place: int = -1
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Rows asked of one host for one batch."""
+
+    ticket: int
+    task: RowsTask
+    shared: Any
+
+
+@final
+@dataclass(frozen=True)
+class Batching:
+    """How rows become a batch: ``size`` rows (``batched``, or one sample as it is), or what ``collate_fn`` makes of
+    them.
+    """
+
+    size: int
+    batched: bool
+    drop_last: bool
+    collate_fn: Callable[[Any], Any] | None
+    dp_world_size: int
+
+
+@final
+class RowFeed(Feed):
+    """Batches of a stream: consecutive turns of a row each. Workers write rows into one shared place where they can."""
+
+    def __init__(self, engine: Engine, position: LanesPosition, batching: Batching) -> None:
+        self._lanes = _Lanes(engine, position, batching.dp_world_size)
+        self._batching = batching
+        self._layout: RowLayout | None = None
+        self._ahead: list[deque[_Ahead]] = [deque() for _ in range(engine.hosts)]
+        self._rows: dict[int, deque[_Row]] = {}
+        self._failed = False
+
+    def next(self) -> Any:
+        if self._failed:
+            self._lanes.restart()
+            self._ahead = [deque() for _ in self._ahead]
+            self._rows, self._failed = {}, False
+        taken: list[tuple[int, _Row]] = []
+        turns = self._lanes.turns
+        try:
+            while turns and len(taken) < self._batching.size:
+                number = turns.peek()
+                row = self._row_of(number)
+                if row.made.ended:
+                    self._lanes.end(number, row.made)
+                    continue
+                turns.take()
+                taken.append((number, row))
+            if not taken or (self._batching.drop_last and len(taken) < self._batching.size):
+                raise StopIteration
+            self._fill(self._lanes.engine.lookahead)
+            batch = self._batch([row for _, row in taken])
+        except StopIteration:
+            raise
+        except BaseException:
+            self._failed = True
+            raise
+        for number, row in taken:
+            self._lanes.position.lanes[number].deliver(row.made, 1)
+        self._lanes.position.step += 1
+        return batch
+
+    def _row_of(self, number: int) -> _Row:
+        rows = self._rows.setdefault(number, deque())
+        host = self._lanes.host_of[number]
+        while not rows:
+            self._fill(max(1, self._lanes.engine.lookahead))
+            if not any(number == lane for ahead in self._ahead[host] for lane, _ in ahead.task.turns):
+                self._submit([(number, 0)], shared=None)
+            self._take_in(host)
+        return rows.popleft()
+
+    def _fill(self, batches: int) -> None:
+        """Ask for rows until this many batches are under way."""
+        while self._lanes.planned and sum(len(ahead) for ahead in self._ahead) < batches * len(self._ahead):
+            turns: list[tuple[int, int]] = []
+            for place in range(self._batching.size):
+                turns.append((self._lanes.planned.take(), place))
+            shared = None
+            if self._layout is not None and self._batching.collate_fn is None and self._batching.batched:
+                shared = self._lanes.engine.share(self._layout.nbytes(self._batching.size))
+            self._submit(turns, shared)
+
+    def _submit(self, turns: list[tuple[int, int]], shared: Any) -> None:
+        for host in range(self._lanes.engine.hosts):
+            mine = tuple(turn for turn in turns if self._lanes.host_of[turn[0]] == host)
+            if mine:
+                task = RowsTask(mine, self._batching.size, self._layout if shared is not None else None)
+                self._ahead[host].append(_Ahead(self._lanes.engine.submit(host, task, shared), task, shared))
+
+    def _take_in(self, host: int) -> None:
+        ahead = self._ahead[host].popleft()
+        reply = self._lanes.engine.collect(ahead.ticket)
+        rows, layout, failure = reply.made
+        self._layout = self._layout or layout
+        loose = iter(reply.batch or ())
+        for number, place, made in rows:
+            row = _Row(made)
+            if not made.ended and place is None:
+                row.loose = next(loose)
+            elif not made.ended:
+                row.shared, row.layout, row.place = ahead.shared, ahead.task.layout, place
+            self._rows.setdefault(number, deque()).append(row)
+        if failure is not None:
+            failure.throw()
+
+    def _batch(self, rows: list[_Row]) -> Any:
+        first, batching = rows[0], self._batching
+        whole = first.shared is not None and len(rows) == batching.size
+        if whole and all(row.shared is first.shared and row.place == place for place, row in enumerate(rows)):
+            return first.layout.batch(first.shared.memory, batching.size)  # type: ignore[union-attr]
+        values = [self._value(row) for row in rows]
+        if batching.collate_fn is not None:
+            position = self._lanes.position
+            with isolated(key(position.run or 0, "collate", position.epoch, position.step, min(position.lanes))):
+                return batching.collate_fn(values if batching.batched else values[0])
+        return default_collate(values) if batching.batched else default_convert(values[0])  # type: ignore[no-untyped-call]
+
+    def _value(self, row: _Row) -> Any:
+        if row.layout is None:
+            return row.loose
+        batch = row.layout.batch(row.shared.memory, self._batching.size)
+        return {name: tensor[row.place] for name, tensor in batch.items()}

@@ -1,0 +1,178 @@
+"""What hosts lanes, or makes batches of a map-style dataset: the same in every process.
+
+A worker process wraps a loop around it; inline loading calls it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch.utils.data import default_collate, default_convert
+
+from unbroken.engine.copies import copy_dataset
+from unbroken.engine.cursor import Cursor, Report, Rules
+from unbroken.engine.opening import Opening, StreamOpening, TorchOpening, lane_info, set_worker_info
+from unbroken.engine.wire import Encoded, RowLayout, collate, encode
+from unbroken.lanes import Lane
+from unbroken.ledger import digest
+from unbroken.position import LanePosition, Made
+from unbroken.seeding import key, seed_globals
+
+__all__ = ["Host", "MapTask", "Plan", "RowsTask", "TurnTask", "batch_digest"]
+
+_BATCH_SAMPLES = 64
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """All that a process needs to host lanes: the same for every worker of a loader.
+
+    ``kind`` is ``"map"``, ``"iterable"`` or ``"stream"``; ``lanes`` is the number of lanes of the run; ``hosts`` that
+    of the processes (0: inline); ``batched`` whether samples are collated (torch's ``batch_size=None`` is not).
+    """
+
+    dataset: Any
+    kind: str
+    rules: Rules
+    lanes: int
+    hosts: int
+    batched: bool
+    collate_fn: Callable[[Any], Any] | None
+    worker_init_fn: Callable[[int], None] | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MapTask:
+    """Make one batch of a map-style dataset: ``indices`` (one, unbatched), whose first is sample ``place`` of
+    ``epoch``.
+
+    ``stride`` is the distance between the places of its samples: ranks take turns over the rows of the global order.
+    """
+
+    epoch: int
+    place: int
+    stride: int
+    indices: Any
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TurnTask:
+    """Make the next turn of a lane: a batch of up to ``size`` samples."""
+
+    lane: int
+    size: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowsTask:
+    """Make the next rows of some lanes of a stream: ``(lane, place in the batch)`` in the order of turns.
+
+    ``layout`` is that of the rows seen so far, for a slot that holds ``rows`` of them.
+    """
+
+    turns: tuple[tuple[int, int], ...]
+    rows: int
+    layout: RowLayout | None
+
+
+@final
+class Host:
+    """Hosts lanes, or makes batches of a map-style dataset, in the process that it lives in."""
+
+    def __init__(self, plan: Plan, number: int, report: Report) -> None:
+        self._plan = plan
+        self._number = number
+        self._report = report
+        self._cursors: dict[int, Cursor] = {}
+        self._datasets: dict[int, Any] = {}
+        self._info: Any = None
+        self._initialised: set[int] = set()
+        if plan.kind == "map" and plan.hosts:
+            self._info = lane_info(number, plan.hosts, key(plan.rules.run, "worker", number), plan.dataset)
+            self._initialise(number, self._info)
+
+    def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
+        """Place lanes at their positions; each is opened when its first turn comes."""
+        dataset = self._plan.dataset
+        if self._plan.kind == "map" and dataset_epoch is not None and dataset.epoch != dataset_epoch:
+            dataset.set_epoch(dataset_epoch)
+        for lane, start in starts.items():
+            self._cursors[lane] = self._cursor(lane, start, dataset_epoch, len(starts))
+
+    def _cursor(self, lane: int, start: LanePosition, dataset_epoch: int | None, neighbours: int) -> Cursor:
+        plan = self._plan
+        if plan.kind == "stream":
+            opening: Opening = StreamOpening(plan.dataset, Lane(lane, plan.lanes, start.epoch, plan.rules.run))
+            info = None
+        else:
+            if lane not in self._datasets:
+                self._datasets[lane] = copy_dataset(plan.dataset) if neighbours > 1 else plan.dataset
+            dataset = self._datasets[lane]
+            what = f"the state_dict() of {type(dataset).__qualname__}"
+            opening = TorchOpening(dataset, use_state=plan.rules.resume != "replay", what=what)
+            opening.set_epoch(dataset_epoch)
+            seed = key(plan.rules.run, "worker", start.epoch, lane)
+            info = lane_info(lane, plan.lanes, seed, dataset) if plan.hosts or plan.lanes > 1 else None
+            if info is not None:
+                self._initialise(lane, info)
+        return Cursor(opening, lane, start, plan.rules, info=info, report=self._report)
+
+    def _initialise(self, number: int, info: Any) -> None:
+        if self._plan.worker_init_fn is None or number in self._initialised:
+            return
+        self._initialised.add(number)
+        aside = set_worker_info(info)
+        try:
+            seed_globals(key(self._plan.rules.run, "init", number))
+            self._plan.worker_init_fn(number)
+        finally:
+            set_worker_info(aside)
+
+    def turn(self, task: TurnTask) -> Made:
+        """The next turn of a lane."""
+        return self._cursors[task.lane].make(task.size)
+
+    def fetch(self, task: MapTask) -> Any:
+        """The samples of a batch of a map-style dataset (the sample, unbatched), under its own random numbers."""
+        rules, dataset = self._plan.rules, self._plan.dataset
+        aside = set_worker_info(self._info)
+        try:
+            seed_globals(key(rules.run, "map", task.epoch, task.place))
+            if not self._plan.batched:
+                return dataset[task.indices]
+            if rules.seed_by == "sample":
+                samples = []
+                for number, index in enumerate(task.indices):
+                    seed_globals(key(rules.run, "sample", task.epoch, task.place + number * task.stride))
+                    samples.append(dataset[index])
+                return samples
+            if getattr(dataset, "__getitems__", None):
+                return dataset.__getitems__(task.indices)
+            return [dataset[index] for index in task.indices]
+        finally:
+            set_worker_info(aside)
+
+    def collate(self, samples: Any) -> Any:
+        """A batch, as torch makes it. ``get_worker_info()`` is None meanwhile, or torch would use /dev/shm."""
+        if self._plan.collate_fn is not None:
+            return self._plan.collate_fn(samples)
+        return default_collate(samples) if self._plan.batched else default_convert(samples)  # type: ignore[no-untyped-call]
+
+    def encode(self, samples: Any) -> Encoded:
+        """The same batch, ready to be written to a slot: default collation is put off until then."""
+        if self._plan.collate_fn is None and self._plan.batched and isinstance(samples, list):
+            return encode(collate(samples))
+        return encode(self.collate(samples))
+
+
+def batch_digest(samples: Any) -> int:
+    """The digest of a map-style batch, of its samples before collation; of many, 64 spread evenly."""
+    if isinstance(samples, list) and len(samples) > _BATCH_SAMPLES:
+        samples = samples[:: -(-len(samples) // _BATCH_SAMPLES)]
+    return digest(samples)

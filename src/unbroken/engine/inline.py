@@ -1,0 +1,76 @@
+"""Lanes in this process: the same host that workers have, called when a batch is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from unbroken.engine.engine import Engine, Reply
+from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask, batch_digest
+from unbroken.engine.progress import Remaking
+from unbroken.position import LanePosition
+from unbroken.seeding import put_back_globals, take_globals
+
+__all__ = ["Inline"]
+
+
+@final
+class Inline(Engine):
+    """Makes each batch when it is collected, under random numbers of its own; the global generators are put back."""
+
+    hosts = 1
+    lookahead = 0
+
+    def __init__(self, plan: Plan) -> None:
+        self._remaking = Remaking()
+        self._host = Host(plan, 0, self._remaking.report)
+        self._batched = plan.batched
+        self._tasks: dict[int, Any] = {}
+        self._ticket = 0
+
+    def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
+        aside = take_globals()
+        try:
+            self._host.open(epoch, dataset_epoch, starts)
+        finally:
+            put_back_globals(aside)
+
+    def submit(self, host: int, task: Any, lease: Any = None) -> int:
+        self._ticket += 1
+        self._tasks[self._ticket] = task
+        return self._ticket
+
+    def collect(self, ticket: int) -> Reply:
+        aside = take_globals()
+        try:
+            reply = self._run(self._tasks[ticket])
+            del self._tasks[ticket]  # kept where Ctrl-C came between, so that the batch can be asked for again
+            return reply
+        except StopIteration as error:
+            raise RuntimeError("The dataset or collate_fn raised StopIteration, which would end the epoch.") from error
+        finally:
+            put_back_globals(aside)
+            self._remaking.end()
+
+    def _run(self, task: Any) -> Reply:
+        if isinstance(task, MapTask):
+            samples = self._host.fetch(task)
+            digest = batch_digest(samples)
+            return Reply(digest, self._host.collate(samples))
+        if isinstance(task, TurnTask):
+            made = self._host.turn(task)
+            if made.ended:
+                return Reply(made, None)
+            return Reply(made, self._host.collate(made.samples if self._batched else made.samples[0]))
+        return self._run_rows(task)
+
+    def _run_rows(self, task: RowsTask) -> Reply:
+        rows, loose = [], []
+        for lane, _ in task.turns:
+            made = self._host.turn(TurnTask(lane, 1))
+            rows.append((lane, None, made))
+            loose.extend(made.samples)
+        return Reply((rows, None, None), loose)
+
+    def close(self) -> None:
+        self._tasks.clear()

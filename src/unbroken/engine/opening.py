@@ -1,0 +1,160 @@
+"""How a dataset is opened at a state, and how its state is captured.
+
+Three kinds of subject share one shape: a torch iterable dataset (or a sampler), whose state may live on itself, on its
+iterator or on both; the same without its state (``resume="replay"``, or where it has none); and a lane stream.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import Dataset
+
+from unbroken.lanes import Lane, LaneStream
+from unbroken.state import seal, unseal
+
+__all__ = ["Opening", "StreamOpening", "TorchOpening", "lane_info", "set_worker_info"]
+
+
+class _LaneInfo(torch_worker.WorkerInfo):
+    """torch's worker info, which also knows whether anybody looked at it."""
+
+    looked_at = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("id", "num_workers", "seed"):
+            object.__setattr__(self, "looked_at", True)
+        return super().__getattribute__(name)
+
+
+def lane_info(number: int, count: int, seed: int, dataset: Dataset[Any]) -> Any:
+    """What ``torch.utils.data.get_worker_info()`` is to answer: the lane as torch's worker.
+
+    Its ``looked_at`` tells whether the dataset asked: one that never does is repeated by every lane.
+    """
+    return _LaneInfo(id=number, num_workers=count, seed=seed & (1 << 63) - 1, dataset=dataset)
+
+
+def set_worker_info(info: Any) -> Any:
+    """Make ``get_worker_info()`` answer this; returns what it answered. torch has no public way (this is the place)."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = info
+    return before
+
+
+class Opening(ABC):
+    """A subject that can be opened at a state. States are sealed; ``None`` is the state of one that has none."""
+
+    exact: bool
+    """Whether its state is exact by construction, so that nothing has to be checked."""
+    name: str
+
+    @property
+    @abstractmethod
+    def stateful(self) -> bool:
+        """Whether there is any state to capture, as far as is known after ``enter``."""
+
+    @abstractmethod
+    def enter(self, state: str | None) -> Iterator[Any]:
+        """A new iterator, placed at a state (``None``: as the subject is now)."""
+
+    @abstractmethod
+    def capture(self) -> str | None:
+        """The state between two samples."""
+
+    @abstractmethod
+    def carry(self) -> str | None:
+        """The state that a subject takes from one epoch into the next."""
+
+
+@final
+class TorchOpening(Opening):
+    """A torch iterable dataset, or a sampler.
+
+    State on the dataset: load, then open. State on the iterator, a dataset that is its own iterator included: open,
+    then load. Both: dataset, open, iterator.
+    """
+
+    exact = False
+
+    def __init__(self, dataset: Any, *, use_state: bool, what: str) -> None:
+        self._dataset = dataset
+        self._on_dataset = use_state and _stateful(dataset)
+        self._use_state = use_state
+        self._iterator: Iterator[Any] | None = None
+        self._epoch: int | None = None
+        self._what = what
+        self.name = type(dataset).__qualname__
+
+    @property
+    def stateful(self) -> bool:
+        return self._on_dataset or (self._use_state and _stateful(self._iterator))
+
+    def set_epoch(self, epoch: int | None) -> None:
+        """The ``epoch`` that the user's dataset had when the loader's epoch began; put into this copy at opening."""
+        self._epoch = epoch
+
+    def enter(self, state: str | None) -> Iterator[Any]:
+        saved = unseal(state) if state is not None else {}
+        own_iterator = hasattr(self._dataset, "__next__")
+        if "dataset" in saved and self._on_dataset:
+            self._dataset.load_state_dict(saved["dataset"])
+        if self._epoch is not None and getattr(self._dataset, "epoch", None) != self._epoch:
+            self._dataset.set_epoch(self._epoch)
+        self._iterator = iter(self._dataset)
+        if "iterator" in saved and self._use_state and _stateful(self._iterator):
+            self._iterator.load_state_dict(saved["iterator"])  # type: ignore[union-attr]
+        self._on_dataset = (
+            self._use_state and _stateful(self._dataset) and not (own_iterator and self._iterator is self._dataset)
+        )
+        return self._iterator
+
+    def capture(self) -> str | None:
+        state = {}
+        if self._on_dataset:
+            state["dataset"] = self._dataset.state_dict()
+        if self._use_state and _stateful(self._iterator):
+            state["iterator"] = self._iterator.state_dict()  # type: ignore[union-attr]
+        return seal(state, self._what) if state else None
+
+    def carry(self) -> str | None:
+        if not (self._use_state and _stateful(self._dataset)):
+            return None
+        where = "iterator" if self._iterator is self._dataset else "dataset"
+        return seal({where: self._dataset.state_dict()}, self._what)
+
+
+@final
+class StreamOpening(Opening):
+    """One lane of a stream: its iterator's state is exact after every row."""
+
+    exact = True
+
+    def __init__(self, stream: LaneStream, lane: Lane) -> None:
+        self._stream = stream
+        self._lane = lane
+        self._iterator: Any = None
+        self.name = type(stream).__qualname__
+
+    @property
+    def stateful(self) -> bool:
+        return True
+
+    def enter(self, state: str | None) -> Iterator[Any]:
+        self._iterator = self._stream.open(self._lane)
+        if state is not None:
+            self._iterator.load_state_dict(unseal(state))
+        return self._iterator  # type: ignore[no-any-return]
+
+    def capture(self) -> str | None:
+        return seal(self._iterator.state_dict(), "the stream's state_dict()")
+
+    def carry(self) -> str | None:
+        return None
+
+
+def _stateful(subject: Any) -> bool:
+    return callable(getattr(subject, "state_dict", None)) and callable(getattr(subject, "load_state_dict", None))

@@ -1,0 +1,50 @@
+"""Batches in page-locked memory, as torch's ``pin_memory=True`` gives them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["pin", "should_pin"]
+
+
+def should_pin(asked: bool) -> bool:
+    """Whether there is an accelerator to pin for; warns, as torch does, where it was asked for and there is none."""
+    if asked and not torch.accelerator.is_available():
+        warnings.warn(
+            "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be "
+            "used.",
+            stacklevel=4,
+        )
+        return False
+    return asked
+
+
+def pin(batch: Any) -> Any:
+    """The same batch with every tensor, and everything that has ``pin_memory()``, pinned."""
+    if hasattr(batch, "pin_memory"):
+        return batch.pin_memory()
+    if isinstance(batch, str | bytes):
+        return batch
+    if isinstance(batch, Mapping):
+        pinned = {name: pin(value) for name, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return pinned
+        mapping = copy.copy(batch)
+        mapping.update(pinned)
+        return mapping
+    if isinstance(batch, tuple):
+        values = [pin(value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if isinstance(batch, Sequence):
+        values = [pin(value) for value in batch]
+        if not isinstance(batch, MutableSequence):
+            return values
+        sequence = copy.copy(batch)
+        sequence[:] = values
+        return sequence
+    return batch

@@ -1,0 +1,312 @@
+"""Lanes in worker processes: start, feed, collect, close.
+
+One connection (a pair of sockets) per worker, and nothing that two processes could hold at once: no lock, no queue.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import select
+import selectors
+import signal
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any, final
+
+from unbroken.engine.engine import Engine, Reply
+from unbroken.engine.host import Plan, RowsTask
+from unbroken.engine.progress import Remaking
+from unbroken.engine.ring import Bytes, Ring, Slot, map_memory
+from unbroken.engine.wire import decode
+from unbroken.engine.worker import Failure, main
+from unbroken.errors import WorkerDied, WorkerTimeout
+from unbroken.position import LanePosition
+
+__all__ = ["Pool", "SharedPlace"]
+
+_GRACE = 1.0
+_parent_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+@final
+@dataclass(frozen=True)
+class SharedPlace:
+    """A slot that several workers write rows of one batch into, and the lease that keeps it."""
+
+    slot: Slot
+    memory: Bytes
+
+
+@final
+@dataclass(eq=False)
+class _Worker:
+    number: int
+    process: Any
+    connection: Connection
+    sender: socket.socket
+    watch: int
+    pending: dict[int, Any] = field(default_factory=dict)
+
+
+@final
+class Pool(Engine):
+    """Worker processes, each hosting some of the lanes.
+
+    ``context`` is a multiprocessing context; ``prefetch_factor`` as torch's; ``timeout`` in seconds, 0 for none.
+    """
+
+    def __init__(self, plan: Plan, context: Any, prefetch_factor: int, timeout: float) -> None:
+        self.hosts = plan.hosts
+        self.lookahead = prefetch_factor
+        self._timeout = timeout
+        self._ticket = 0
+        self._first_ticket = 0
+        self._replies: dict[int, tuple[str, Any, int, bytes, Any]] = {}
+        self._remaking = Remaking()
+        self._ring = Ring(self._announce, self._retract)
+        self._selector = selectors.DefaultSelector()
+        self._workers: list[_Worker] = []
+        self._close = weakref.finalize(self, _shut_down, self._workers, self._selector, os.getpid())
+        try:
+            for number in range(plan.hosts):
+                self._start(plan, context, number)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, plan: Plan, context: Any, number: int) -> None:
+        ours, theirs = context.Pipe(duplex=True)
+        by_fork = context.get_start_method() == "fork"
+        main_thread = threading.current_thread() is threading.main_thread()
+        inherited = [*_parent_ends, ours] if by_fork else []
+        _parent_ends.add(ours)
+        process = context.Process(
+            target=main,
+            args=(theirs, plan, number, os.getpid(), inherited, by_fork and main_thread),
+            name=f"unbroken worker {number}",
+            daemon=True,
+        )
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        # A sentinel stays silent while a grandchild holds its pipe open; a pidfd does not.
+        watch = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else process.sentinel
+        sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=ours.fileno())
+        worker = _Worker(number, process, ours, sender, watch)
+        self._workers.append(worker)
+        self._selector.register(ours, selectors.EVENT_READ, (worker, False))
+        self._selector.register(watch, selectors.EVENT_READ, (worker, True))
+
+    def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
+        """Lanes are dealt out in the order given: the first to host 0, the next to host 1, and so on."""
+        for _, place, _, _, _ in self._replies.values():
+            self._release(place)
+        self._replies.clear()
+        self._first_ticket = self._ticket + 1
+        numbers = list(starts)
+        for worker in self._workers:
+            mine = {lane: starts[lane] for lane in numbers[worker.number :: self.hosts]}
+            self._send(worker, ("open", epoch, dataset_epoch, mine))
+
+    def submit(self, host: int, task: Any, lease: Any = None) -> int:
+        self._ticket += 1
+        worker = self._workers[host]
+        if isinstance(task, RowsTask):
+            slot, kept = (lease.slot, lease) if lease is not None else (None, None)
+        else:
+            slot = kept = self._ring.acquire()
+        worker.pending[self._ticket] = kept
+        place = None if slot is None else (slot.arena, slot.offset, slot.size)
+        self._send(worker, ("task", self._ticket, place, task))
+        return self._ticket
+
+    def share(self, nbytes: int) -> SharedPlace | None:
+        self._ring.want(nbytes)
+        slot = self._ring.acquire()
+        return None if slot is None else SharedPlace(slot, slot.lease(nbytes))
+
+    def least_busy(self) -> int:
+        """The host with the fewest tasks that it has not answered."""
+        return min(self._workers, key=lambda worker: len(worker.pending)).number
+
+    def collect(self, ticket: int) -> Reply:
+        deadline = monotonic() + self._timeout if self._timeout > 0 else math.inf
+        while ticket not in self._replies:
+            if self._receive(deadline):
+                deadline = monotonic() + self._timeout if self._timeout > 0 else math.inf
+        kind, place, nbytes, data, made = self._replies.pop(ticket)
+        if kind == "failed":
+            made.throw()
+        if isinstance(place, Slot):
+            place = place.lease(nbytes)
+        return Reply(made, decode(data, place) if data else None)
+
+    # ---- messages
+
+    def _receive(self, deadline: float) -> bool:
+        """Take in what has come; True where a worker told that it is making samples again."""
+        if not self._close.alive:
+            raise WorkerDied(
+                "The worker processes of this iterator have been shut down; call iter() on the loader again."
+            )
+        wait = None if deadline == math.inf else max(0.0, deadline - monotonic())
+        events = self._selector.select(wait)
+        if not events and wait is not None:
+            raise WorkerTimeout(f"DataLoader timed out after {self._timeout} seconds")
+        progress = False
+        dead: list[_Worker] = []
+        for chosen, _ in events:
+            worker, died = chosen.data
+            if died:
+                dead.append(worker)
+            else:
+                progress |= self._read(worker)
+        for worker in dead:
+            self._bury(worker)
+        return progress
+
+    def _read(self, worker: _Worker) -> bool:
+        try:
+            message = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._selector.unregister(worker.connection)  # it has ended; the watch tells when and how
+            return False
+        if message[0] == "progress":
+            self._remaking.report(*message[1])
+            return True
+        self._remaking.end()
+        if message[0] == "failed":
+            _, ticket, failure = message
+            self._release(worker.pending.pop(ticket))
+            if ticket >= self._first_ticket:
+                failure = failure or Failure(None, "the worker could not start")
+                self._replies[ticket] = ("failed", None, 0, b"", failure)
+            return False
+        _, ticket, where, nbytes, data, made = message
+        kept = worker.pending.pop(ticket)
+        place: Any = None
+        if where == "memory":
+            fd = reduction.recv_handle(worker.connection)
+            try:
+                place = map_memory(fd, nbytes)
+            finally:
+                os.close(fd)
+            if not isinstance(kept, SharedPlace):
+                self._ring.want(nbytes)
+        if where == "slot" and nbytes and ticket >= self._first_ticket:
+            place = kept
+        else:
+            self._release(kept)
+        if ticket < self._first_ticket:
+            return False
+        self._replies[ticket] = ("done", place, nbytes, data, made)
+        return False
+
+    def _release(self, kept: Any) -> None:
+        if isinstance(kept, Slot):
+            self._ring.give_back(kept)
+
+    def _send(self, worker: _Worker, message: Any) -> None:
+        """Send a message, framed as ``Connection.recv_bytes`` reads it, without ever waiting on a worker that waits
+        on us.
+        """
+        payload = pickle.dumps(message, 5)
+        view = memoryview(struct.pack("!i", len(payload)) + payload)
+        try:
+            while view:
+                try:
+                    view = view[worker.sender.send(view, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    if select.select([worker.connection], [worker.connection], [])[0]:
+                        self._read(worker)
+        except OSError:
+            if not self._close.alive:
+                raise WorkerDied("The worker processes of this iterator have been shut down.") from None
+            self._bury(worker)
+
+    def _announce(self, arena: int, fd: int, size: int) -> None:
+        for worker in self._workers:
+            self._send(worker, ("arena", arena, size))
+            reduction.send_handle(worker.connection, fd, worker.process.pid)
+
+    def _retract(self, arena: int) -> None:
+        for worker in self._workers:
+            self._send(worker, ("forget", arena))
+
+    def _bury(self, worker: _Worker) -> None:
+        """A worker is dead: take what it still sent, then say how it ended."""
+        try:
+            while worker.pending and worker.connection.poll(0):
+                pending = len(worker.pending)
+                self._read(worker)
+                if len(worker.pending) == pending:
+                    break
+        except (OSError, KeyError, ValueError):
+            pass
+        if not worker.pending:
+            self._selector.unregister(worker.watch)
+            return
+        worker.process.join(_GRACE)
+        text = _death_text(worker)
+        self.close()
+        raise WorkerDied(text)
+
+    def close(self) -> None:
+        """End the workers: at once where they are idle, by force after a second."""
+        self._remaking.end()
+        self._close()
+
+
+def _death_text(worker: _Worker) -> str:
+    code = worker.process.exitcode
+    how, cause = f"with exit code {code}", "the dataset, or a library under it, ended the process"
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        how = f"by signal {-code} ({name})"
+        causes = {
+            "SIGKILL": "usually the kernel or the container ran out of memory: fewer workers, smaller batches or a smaller "
+            "prefetch_factor need less",
+            "SIGBUS": "usually memory or a mapped file ran out, or a file was truncated while it was read",
+            "SIGSEGV": "a library crashed: num_workers=0 with faulthandler shows where",
+        }
+        cause = causes.get(name, "something sent it this signal")
+    tasks = len(worker.pending)
+    return (
+        f"DataLoader worker {worker.number} (pid {worker.process.pid}) ended {how} with {tasks} batches still to "
+        "make.\n"
+        f"Likely cause: {cause}.\n"
+        "Nothing delivered is lost: state_dict() still gives the position after the last batch; a new iter() after "
+        "load_state_dict() goes on there."
+    )
+
+
+def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector, owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    selector.close()
+    for worker in workers:
+        worker.sender.detach()
+        worker.connection.close()  # an idle worker ends at once
+    until = monotonic() + _GRACE
+    for worker in workers:
+        worker.process.join(max(0.0, until - monotonic()))
+        if worker.process.exitcode is None:
+            worker.process.kill()
+    for worker in workers:
+        worker.process.join()
+        if hasattr(os, "pidfd_open"):
+            os.close(worker.watch)
+        worker.process.close()

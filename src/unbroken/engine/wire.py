@@ -1,0 +1,279 @@
+"""Batches as a few bytes of pickle and the data beside it, and collation straight into a slot.
+
+Tensors and arrays are taken out of the pickle and written to shared memory at the offsets that the pickle names; the
+consumer makes views of that memory. What is neither stays in the pickle. Rows of a stream have a layout that both ends
+know, so that several workers can write into one slot.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from unbroken.engine.ring import Bytes
+
+__all__ = ["Encoded", "RowLayout", "collate", "decode", "encode"]
+
+_ALIGN = 64
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_DTYPE_NUMBER = {d: n for n, d in enumerate(_DTYPES)}
+_FROM_NUMPY = {
+    np.dtype(n): getattr(torch, n)
+    for n in (
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    )
+}
+_lease = threading.local()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A batch ready to be written: its pickle, and the parts with their offsets. ``nbytes`` is the room they need."""
+
+    data: bytes
+    parts: list[tuple[int, Any]]
+    nbytes: int
+
+    def write(self, memory: Bytes) -> None:
+        """Copy (or stack) every part to its place."""
+        for offset, part in self.parts:
+            if isinstance(part, _Stack):
+                part.write(memory, offset)
+            elif isinstance(part, torch.Tensor):
+                _tensor_view(memory, offset, part.dtype, part.shape).copy_(part)
+            else:
+                memory[offset : offset + part.nbytes] = part.reshape(-1, order="A").view(np.uint8)
+
+
+def encode(batch: Any) -> Encoded:
+    """Take a batch apart. Raises what pickling its objects raises."""
+    parts = _Parts()
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, 5)
+    table: dict[type, Any] = dict(copyreg.dispatch_table)
+    table[torch.Tensor] = parts.tensor
+    table[np.ndarray] = table[np.memmap] = parts.array
+    table[_Stack] = parts.stack
+    pickler.dispatch_table = table
+    pickler.dump(batch)
+    return Encoded(buffer.getvalue(), parts.parts, parts.nbytes)
+
+
+def decode(data: bytes, lease: Bytes | None) -> Any:
+    """The batch again; its tensors and arrays are views of the lease and keep it alive."""
+    _lease.memory = lease
+    try:
+        return pickle.loads(data)
+    finally:
+        _lease.memory = None
+
+
+@final
+class _Parts:
+    """The reducers of one batch: each tensor or array becomes its place in the slot."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, Any]] = []
+        self.nbytes = 0
+
+    def _place(self, part: Any, nbytes: int) -> int:
+        offset = -(-self.nbytes // _ALIGN) * _ALIGN
+        self.parts.append((offset, part))
+        self.nbytes = offset + nbytes
+        return offset
+
+    def stack(self, part: _Stack) -> Any:
+        shape = (len(part.samples), *part.samples[0].shape)
+        nbytes = part.samples[0].nbytes * len(part.samples)
+        offset = self._place(part, nbytes) if nbytes else -1
+        return _tensor_at, (offset, _DTYPE_NUMBER[part.dtype], shape, None, False)
+
+    def tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
+            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise RuntimeError(
+                "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does not support "
+                "crossing process boundaries.  If you just want to transfer the data, call detach() on the tensor "
+                "before serializing (e.g., putting it on the queue)."
+            )
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        order, strides = _dense_order(plain), None
+        if order is not None:
+            strides = plain.stride()
+            plain = plain.permute(order)
+        plain = plain.contiguous()
+        offset = self._place(plain, plain.nbytes) if plain.nbytes else -1
+        arguments = (offset, _DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape), strides, tensor.requires_grad)
+        return _tensor_at, arguments
+
+    def array(self, array: np.ndarray[Any, Any]) -> Any:
+        if array.dtype.hasobject:
+            return array.__reduce_ex__(5)
+        order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+        plain: np.ndarray[Any, Any] = np.array(array, order=order, copy=None, subok=False)  # type: ignore[call-overload]
+        offset = self._place(plain, plain.nbytes) if plain.nbytes else -1
+        dtype = plain.dtype.str if plain.dtype.names is None else plain.dtype
+        return _array_at, (offset, dtype, plain.shape, order)
+
+
+def _dense_order(tensor: torch.Tensor) -> list[int] | None:
+    """The order of dimensions in which a dense tensor is contiguous where that is not its own (channels last, say)."""
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _tensor_view(memory: Bytes, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    count = 1
+    for n in shape:
+        count *= n
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _tensor_at(
+    offset: int, dtype: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, requires_grad: bool
+) -> torch.Tensor:
+    if offset < 0:
+        tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+    else:
+        tensor = _tensor_view(_lease.memory, offset, _DTYPES[dtype], shape)
+        if strides is not None:
+            tensor = tensor.as_strided(shape, strides)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _array_at(offset: int, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
+    if offset < 0:
+        return np.empty(shape, dtype)
+    count = 1
+    for n in shape:
+        count *= n
+    return np.frombuffer(_lease.memory, dtype, count, offset).reshape(shape, order=order)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Samples that are to be stacked, once it is known where."""
+
+    samples: list[Any]
+    dtype: torch.dtype
+
+    def write(self, memory: Bytes, offset: int) -> None:
+        first = self.samples[0]
+        view = _tensor_view(memory, offset, self.dtype, (len(self.samples), *first.shape))
+        if isinstance(first, torch.Tensor):
+            torch.stack(self.samples, 0, out=view)
+        else:
+            np.stack(self.samples, out=view.numpy())
+
+
+def collate(samples: list[Any]) -> Any:
+    """As torch's ``default_collate``, with the stacking put off until ``Encoded.write``.
+
+    Only the plain types are handled here, in the way that torch's documentation describes; all else, and all that is
+    an error, is left to torch.
+    """
+    first = samples[0]
+    kind = type(first)
+    if kind is torch.Tensor:
+        if all(type(s) is torch.Tensor and _alike(first, s) for s in samples):
+            return _Stack(list(samples), first.dtype)
+    elif kind is np.ndarray:
+        dtype = _FROM_NUMPY.get(first.dtype)
+        if dtype and all(type(s) is np.ndarray and s.dtype == first.dtype and s.shape == first.shape for s in samples):
+            return _Stack(list(samples), dtype)
+    elif kind is dict:
+        return {name: collate([s[name] for s in samples]) for name in first}
+    elif kind in (list, tuple) or (issubclass(kind, tuple) and hasattr(first, "_fields")):
+        same = all(len(sample) == len(first) for sample in samples)
+        fields = [_collate_field(field) for field in zip(*samples, strict=True)] if same else None
+        if fields is not None:
+            return kind(*fields) if hasattr(first, "_fields") else fields
+    return default_collate(samples)
+
+
+def _collate_field(field: tuple[Any, ...]) -> Any:
+    return field if type(field[0]) in (str, bytes) else collate(list(field))
+
+
+def _alike(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        other.dtype is first.dtype
+        and other.shape == first.shape
+        and other.layout is torch.strided
+        and other.device.type == "cpu"
+        and not (other.requires_grad or other.is_quantized or other.is_nested)
+    )
+
+
+@final
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the fields of a row lie in a slot that holds ``rows`` of them: for each name, dtype and shape."""
+
+    fields: tuple[tuple[str, int, tuple[int, ...], int], ...]
+
+    @staticmethod
+    def of(row: Any) -> RowLayout | None:
+        """The layout of rows like this one; ``None`` where a row is not a dict of plain arrays or tensors."""
+        if type(row) is not dict or not row:
+            return None
+        fields = []
+        for name, value in row.items():
+            plain = type(value) is np.ndarray or (type(value) is torch.Tensor and _alike(value, value))
+            dtype = value.dtype if type(value) is torch.Tensor else _FROM_NUMPY.get(value.dtype) if plain else None
+            if type(name) is not str or not plain or dtype is None or not value.nbytes:
+                return None
+            fields.append((name, _DTYPE_NUMBER[dtype], tuple(value.shape), int(value.nbytes)))
+        return RowLayout(tuple(fields))
+
+    def nbytes(self, rows: int) -> int:
+        """The room that ``rows`` of them need."""
+        return self._offsets(rows)[-1]
+
+    def write(self, memory: Bytes, rows: int, place: int, row: Any) -> None:
+        """Copy a row of this layout to its place among ``rows``."""
+        for (name, dtype, shape, nbytes), offset in zip(self.fields, self._offsets(rows), strict=False):
+            value = row[name]
+            view = _tensor_view(memory, offset + place * nbytes, _DTYPES[dtype], shape)
+            if type(value) is torch.Tensor:
+                view.copy_(value)
+            else:
+                view.numpy()[...] = value
+
+    def batch(self, memory: Bytes, rows: int) -> dict[str, torch.Tensor]:
+        """All rows, stacked: views of the memory."""
+        return {
+            name: _tensor_view(memory, offset, _DTYPES[dtype], (rows, *shape))
+            for (name, dtype, shape, _), offset in zip(self.fields, self._offsets(rows), strict=False)
+        }
+
+    def _offsets(self, rows: int) -> list[int]:
+        offsets, end = [], 0
+        for _, _, _, nbytes in self.fields:
+            offsets.append(end)
+            end = -(-(end + nbytes * rows) // _ALIGN) * _ALIGN
+        return [*offsets, end]

@@ -1,0 +1,248 @@
+"""The other end: a worker process.
+
+It reads tasks from its one connection, writes batches into the slots that came with them, and ends with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any, final
+
+import torch
+
+from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask, batch_digest
+from unbroken.engine.ring import Bytes, create_memory, map_memory
+from unbroken.engine.wire import Encoded, RowLayout, encode
+from unbroken.errors import UnbrokenError, UnsendableBatch
+from unbroken.position import LanePosition, Made
+
+__all__ = ["Failure", "main"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on its way to the training process: its type (pickled, where that is possible) and its text."""
+
+    kind: bytes | None
+    text: str
+
+    @staticmethod
+    def of(error: BaseException, where: str) -> Failure:
+        name = type(error).__qualname__
+        ours = isinstance(error, UnbrokenError)
+        text = str(error) if ours else f"Caught {name} {where}.\nOriginal {''.join(traceback.format_exception(error))}"
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            # Neither sys.exit() nor a stray StopIteration is to end the training loop in silence.
+            return Failure(None, text)
+        try:
+            return Failure(pickle.dumps(type(error)), text)
+        except Exception:  # a class that cannot be found by name
+            return Failure(None, text)
+
+    def throw(self) -> None:
+        """Raise it: as its own type where that can be made from a text, else as a RuntimeError."""
+        error: BaseException = RuntimeError(self.text)
+        if self.kind is not None:
+            try:
+                kind = pickle.loads(self.kind)
+                error = kind(_Text(self.text) if issubclass(kind, KeyError) else self.text)
+            except Exception:  # a constructor that takes other arguments
+                pass
+        raise error
+
+
+class _Text(str):
+    """A message that KeyError shows as it is, and not as a quoted literal."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def main(
+    connection: Connection, plan: Plan, number: int, parent: int, inherited: list[Connection], by_fork: bool
+) -> None:
+    """A worker process: tasks in, batches out, until the connection closes or the parent is gone."""
+    for other in inherited:
+        other.close()
+    _end_with(parent, by_fork)
+    for name in (signal.SIGINT, signal.SIGTERM):
+        # Signals to the process group are the consumer's to handle. A handler, unlike SIG_IGN, is not inherited by exec.
+        signal.signal(name, lambda *_: None)
+    torch.set_num_threads(1)
+    try:
+        _Worker(connection, plan, number).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the consumer closed its end: nothing more to do
+    finally:
+        connection.close()
+
+
+def _end_with(parent: int, by_fork: bool) -> None:
+    """See to it that this process ends when its parent does, however that ends."""
+    if by_fork and sys.platform == "linux":
+        # The signal is sent when the thread that forked ends, so the pool says by_fork only for its main thread.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True, name="unbroken-parent").start()
+    if by_fork and os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(parent)], [], [])
+    else:
+        while os.getppid() == parent:
+            threading.Event().wait(1.0)
+    os._exit(1)
+
+
+@final
+class _Worker:
+    def __init__(self, connection: Connection, plan: Plan, number: int) -> None:
+        self._connection = connection
+        self._plan = plan
+        self._number = number
+        self._arenas: dict[int, Bytes] = {}
+        self._broken: Failure | None = None
+        self._host: Host | None = None
+
+    def run(self) -> None:
+        try:
+            self._host = Host(self._plan, self._number, self._report)
+        except Exception as error:
+            self._broken = Failure.of(error, f"in DataLoader worker process {self._number}")
+        while True:
+            message = pickle.loads(self._connection.recv_bytes())
+            getattr(self, f"_on_{message[0]}")(*message[1:])
+
+    def _report(self, what: str, done: int, total: int) -> None:
+        self._send("progress", (what, done, total))
+
+    def _send(self, kind: str, *rest: Any) -> None:
+        self._connection.send_bytes(pickle.dumps((kind, *rest), 5))
+
+    def _on_arena(self, arena: int, size: int) -> None:
+        fd = reduction.recv_handle(self._connection)
+        try:
+            self._arenas[arena] = map_memory(fd, size)
+        finally:
+            os.close(fd)
+
+    def _on_forget(self, arena: int) -> None:
+        self._arenas.pop(arena, None)
+
+    def _on_open(self, epoch: int, dataset_epoch: int | None, starts: dict[int, LanePosition]) -> None:
+        if self._host is None:
+            return
+        self._broken = None
+        try:
+            self._host.open(epoch, dataset_epoch, starts)
+        except Exception as error:
+            self._broken = Failure.of(error, f"in DataLoader worker process {self._number}")
+
+    def _on_task(self, ticket: int, slot: tuple[int, int, int] | None, task: Any) -> None:
+        where = f"in DataLoader worker process {self._number}"
+        try:
+            if self._broken is not None or self._host is None:
+                self._send("failed", ticket, self._broken)
+            elif isinstance(task, RowsTask):
+                self._rows(ticket, slot, task, self._host)
+            else:
+                self._batch(ticket, slot, task, self._host)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except (Exception, SystemExit) as error:
+            if isinstance(task, TurnTask):
+                where += f" (lane {task.lane})"
+            self._send("failed", ticket, Failure.of(error, where))
+
+    def _batch(self, ticket: int, slot: tuple[int, int, int] | None, task: Any, host: Host) -> None:
+        made: Any
+        if isinstance(task, MapTask):
+            samples = host.fetch(task)
+            made = batch_digest(samples)
+        else:
+            made = host.turn(task)
+            if made.ended:
+                self._send("done", ticket, None, 0, b"", made)
+                return
+            samples = made.samples if self._plan.batched else made.samples[0]
+            made.samples = []
+        encoded = _sendable(host.encode, samples)
+        self._deliver(ticket, slot, encoded, made)
+
+    def _deliver(self, ticket: int, slot: tuple[int, int, int] | None, encoded: Encoded, made: Any) -> None:
+        """Write a batch to its slot, or to memory of its own where there is no slot large enough yet."""
+        if encoded.nbytes == 0 or (slot is not None and encoded.nbytes <= slot[2]):
+            if slot is not None and encoded.nbytes:
+                memory = self._arenas[slot[0]][slot[1] : slot[1] + slot[2]]
+                encoded.write(memory)
+            self._send("done", ticket, "slot", encoded.nbytes, encoded.data, made)
+            return
+        fd = create_memory(encoded.nbytes)
+        try:
+            memory = map_memory(fd, encoded.nbytes)
+            encoded.write(memory)
+            self._send("done", ticket, "memory", encoded.nbytes, encoded.data, made)
+            reduction.send_handle(self._connection, fd, os.getppid())
+        finally:
+            os.close(fd)
+
+    def _rows(self, ticket: int, slot: tuple[int, int, int] | None, task: RowsTask, host: Host) -> None:
+        rows: list[tuple[int, int | None, Made]] = []
+        loose: list[Any] = []
+        memory = None if slot is None else self._arenas[slot[0]][slot[1] : slot[1] + slot[2]]
+        failure: Failure | None = None
+        for lane, place in task.turns:
+            try:
+                made = host.turn(TurnTask(lane, 1))
+            except Exception as error:
+                failure = Failure.of(error, f"in DataLoader worker process {self._number} (lane {lane})")
+                break
+            at: int | None = None
+            if not made.ended:
+                row, made.samples = made.samples[0], []
+                if memory is not None and task.layout is not None and RowLayout.of(row) == task.layout:
+                    task.layout.write(memory, task.rows, place, row)
+                    at = place
+                else:
+                    loose.append(row)
+            rows.append((lane, at, made))
+        layout = RowLayout.of(loose[0]) if loose else None
+        encoded = _sendable(encode, loose)
+        self._deliver_rows(ticket, encoded, (rows, layout, failure))
+
+    def _deliver_rows(self, ticket: int, encoded: Encoded, made: Any) -> None:
+        if not encoded.nbytes:
+            self._send("done", ticket, "rows", 0, encoded.data, made)
+        else:
+            self._deliver(ticket, None, encoded, made)
+
+
+def _sendable(encoder: Callable[[Any], Encoded], batch: Any) -> Encoded:
+    try:
+        return encoder(batch)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, pickle.PicklingError) or "pickle" in str(error):
+            raise UnsendableBatch(
+                f"A batch holds something that cannot be sent from a worker process: {error} (at {last.name}).\n"
+                "Return tensors, arrays and plain objects, or build such objects in collate_fn from what can be sent, "
+                "or use num_workers=0."
+            ) from error
+        raise

@@ -1,0 +1,151 @@
+"""A loader's position as a flat dict of text, and back.
+
+::
+
+    "unbroken"      the header: version, kind, lanes, fingerprint      the same on every rank
+    "lane-000000"   one leaf a lane, that names no rank                iterable, with lanes or dp arguments; streams
+    "place"         the same on every rank                             map-style, with dp arguments
+    "rank-0000"     everything of one rank in one leaf                 otherwise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import orjson
+
+from unbroken.errors import IncompleteState, InvalidState, StateMismatch
+from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
+from unbroken.state import HEADER, VERSION, Difference, check_fingerprint, parse_header, parse_leaf
+
+__all__ = ["Leaves"]
+
+
+@final
+@dataclass(frozen=True)
+class Leaves:
+    """How the position of one loader is laid out in leaves.
+
+    ``kind`` is the dataset's (``"map"``, ``"iterable"``, ``"stream"``); ``shared`` whether leaves name no rank;
+    ``mine`` are this rank's lanes of ``lanes``; ``fingerprint`` and ``kinds`` (field: class of a difference) describe
+    the pipeline.
+    """
+
+    kind: str
+    shared: bool
+    rank: int
+    lanes: int
+    mine: range
+    fingerprint: dict[str, Any]
+    kinds: Mapping[str, str]
+    trusted: bool
+
+    @property
+    def _of_rank(self) -> str:
+        return f"rank-{self.rank:04d}"
+
+    def write(self, position: Position) -> dict[str, str]:
+        """Every leaf of this rank, and the header."""
+        lanes = self.lanes if self.kind != "map" else None
+        header = {"version": VERSION, "kind": self.kind, "lanes": lanes, "fingerprint": self.fingerprint}
+        state = {HEADER: orjson.dumps(header).decode()}
+        if isinstance(position, MapPosition):
+            state["place" if self.shared else self._of_rank] = position.leaf()
+        elif isinstance(position, LanesPosition) and self.shared:
+            for lane in position.lanes:
+                state[f"lane-{lane:06d}"] = position.leaf(lane)
+        elif isinstance(position, LanesPosition):
+            state[self._of_rank] = position.leaf_of_all()
+        return state
+
+    def read(self, state: Mapping[str, Any], strict: bool) -> tuple[Position, list[Difference]]:
+        """The position in a state, all of it checked, and the differences that ``strict=False`` accepted.
+
+        Raises ``InvalidState``, ``IncompleteState`` or ``StateMismatch``.
+        """
+        header = parse_header(state)
+        if header.get("kind") != self.kind:
+            raise StateMismatch(
+                f"this position was saved for another kind of dataset.\n  saved {header.get('kind')}   now "
+                f"{self.kind}\n"
+                "Rebuild the loader over the dataset that the position was saved with."
+            )
+        position: Position
+        if self.kind == "map":
+            position = self._read_map(state)
+        elif self.shared:
+            self._check_lanes(header)
+            position = self._read_lanes(state)
+        else:
+            position = self._read_all(state)
+        fixed = frozenset({"files"}) if position.mid_epoch else frozenset[str]()
+        accepted = check_fingerprint(header["fingerprint"], self.fingerprint, self.kinds, fixed=fixed, strict=strict)
+        if isinstance(position, LanesPosition):
+            position.settle(None)
+        return position, accepted
+
+    def _read_map(self, state: Mapping[str, Any]) -> MapPosition:
+        wanted, other = ("place", self._of_rank) if self.shared else (self._of_rank, "place")
+        name = other if wanted not in state and other in state else wanted
+        return MapPosition.from_leaf(parse_leaf(state, name), name)
+
+    def _check_lanes(self, header: Mapping[str, Any]) -> None:
+        if header.get("lanes") != self.lanes:
+            raise StateMismatch(
+                f"this position was saved for another number of lanes.\n  lanes          saved {header.get('lanes')}   "
+                f"now {self.lanes}   (order-changing)\n"
+                f"Lanes are fixed for a run, while ranks and workers may change: pass lanes={header.get('lanes')}."
+            )
+
+    def _read_lanes(self, state: Mapping[str, Any]) -> LanesPosition:
+        exact = self.kind == "stream" or self.trusted
+        wanted = [(lane, f"lane-{lane:06d}") for lane in self.mine]
+        missing = [name for _, name in wanted if name not in state]
+        if missing:
+            raise IncompleteState(
+                f"{len(missing)} of the {len(wanted)} lanes of this rank are missing from this position: "
+                f"{missing[0]} and so "
+                f"on (it has {len(state)} keys).\n"
+                "Merge the states of all ranks with {**a, **b}, or load through torch.distributed.checkpoint, which "
+                "deals "
+                "the lanes to the ranks of now."
+            )
+        names = sorted(name for name in state if name.startswith("lane-"))
+        leaves = {name: parse_leaf(state, name) for name in names}
+        _check_one_run(leaves)
+        return LanesPosition.from_leaves(((lane, name, leaves[name]) for lane, name in wanted), exact)
+
+    def _read_all(self, state: Mapping[str, Any]) -> LanesPosition:
+        name = self._of_rank
+        leaf = parse_leaf(state, name)
+        lanes = leaf.get("lanes")
+        if not isinstance(lanes, list) or not lanes or not all(isinstance(lane, dict) for lane in lanes):
+            raise InvalidState(f"The leaf {name!r} of this position has no lanes: it was cut short or changed.")
+        position = LanesPosition.from_leaves([(0, name, {**leaf, **lanes[0]})], exact=self.trusted)
+        position.lanes = {number: LanePosition.from_json(lane, name, self.trusted) for number, lane in enumerate(lanes)}
+        return position
+
+
+def _check_one_run(leaves: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse leaves that were saved at different steps, or by different runs."""
+    runs = {leaf.get("run") for leaf in leaves.values()}
+    if len(runs) > 1:
+        raise IncompleteState(
+            "The lanes of this position come from different runs (their seeds differ). Merge only states that were "
+            "saved "
+            "together."
+        )
+    steps: dict[Any, str] = {}
+    for name, leaf in leaves.items():
+        # A rank whose lanes have all ended stands still while the others go on.
+        if not leaf.get("ended") and leaf.get("delivered"):
+            steps.setdefault(leaf.get("step"), name)
+    if len(steps) > 1:
+        found = ", ".join(f"{name} at step {step}" for step, name in list(steps.items())[:4])
+        raise IncompleteState(
+            f"The lanes of this position were saved at different steps: {found}.\nSave on all ranks after the same "
+            "step, "
+            "and merge only states of one save."
+        )

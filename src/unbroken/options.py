@@ -1,0 +1,139 @@
+"""The arguments that torch's loader does not have: checked once, at construction, before anything is opened."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch.distributed
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from unbroken.sampling import Share
+
+__all__ = ["Options", "WatchedBatchSampler", "check_options", "distributed_rank", "say_once"]
+
+_log = logging.getLogger("unbroken")
+_said: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """Tell the user something that is no fault, once a process, through the logger ``unbroken``."""
+    if text not in _said:
+        _said.add(text)
+        _log.warning(text)
+
+
+def distributed_rank() -> tuple[int, int]:
+    """Rank and world size of torch.distributed where it is set up, else ``(0, 1)``."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+@final
+@dataclass(frozen=True)
+class Options:
+    """What was asked for. ``share`` is the data-parallel rank and world; ``sharded`` whether it was given at all."""
+
+    seed: int | None
+    seed_by: str
+    lanes: int | None
+    share: Share
+    sharded: bool
+    resume: str
+    capture_every: int | None
+
+    @property
+    def seeded(self) -> bool:
+        """Whether random numbers come from a seed: the one given, or 0 where ranks have to agree."""
+        return self.seed is not None or self.sharded
+
+
+def check_options(given: dict[str, Any]) -> Options:
+    """Check the arguments beyond torch's. Raises ``ValueError``, ``TypeError`` or, for what is not there yet,
+    ``NotImplementedError``."""
+    for name, default in (("save_prefetched", False), ("group", None), ("at_end", "stop"), ("in_order", True)):
+        if given[name] != default:
+            raise NotImplementedError(
+                f"{name}={given[name]!r} is not available in this version; leave {name} at {default!r}."
+            )
+    _check_one_of("seed_by", given["seed_by"], ("batch", "sample"))
+    _check_one_of("resume", given["resume"], ("checked", "trust", "replay"))
+    _check_whole("snapshot_every_n_steps", given["snapshot_every_n_steps"], 1)
+    _check_whole("worker_restarts", given["worker_restarts"], 0)
+    _check_whole("lanes", given["lanes"], 1)
+    seed = given["seed"]
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be a whole number, but got seed={seed!r}.")
+    if seed is not None and given["generator"] is not None:
+        raise ValueError("seed and generator both say where random numbers come from: pass one of them.")
+    share, sharded = _share(given["dp_rank"], given["dp_world_size"], given["mesh"])
+    sampler = given["sampler"]
+    if isinstance(sampler, DistributedSampler):
+        adopted = Share(sampler.rank, sampler.num_replicas)
+        if sharded and share != adopted:
+            raise ValueError(
+                f"The DistributedSampler is for rank {adopted.rank} of {adopted.world}, but dp_rank={share.rank} and "
+                f"dp_world_size={share.world} were given. Leave the dp arguments out: the sampler's are adopted."
+            )
+        share, sharded = adopted, True
+    return Options(
+        seed, given["seed_by"], given["lanes"], share, sharded, given["resume"], given["snapshot_every_n_steps"]
+    )
+
+
+def _share(rank: Any, world: Any, mesh: Any) -> tuple[Share, bool]:
+    if mesh is not None:
+        if rank is not None or world is not None:
+            raise ValueError("mesh and dp_rank/dp_world_size both name the data-parallel rank: pass one of them.")
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh must have one dimension, the data-parallel one, but has {mesh.mesh_dim_names or mesh.ndim}: "
+                "pass a "
+                'part of it, such as mesh["dp"].'
+            )
+        return Share(mesh.get_local_rank(), mesh.size()), True
+    if rank is None and world is None:
+        return Share(), False
+    if rank is None or world is None:
+        raise ValueError(f"dp_rank and dp_world_size go together, but got dp_rank={rank!r}, dp_world_size={world!r}.")
+    _check_whole("dp_world_size", world, 1)
+    _check_whole("dp_rank", rank, 0)
+    if rank >= world:
+        raise ValueError(f"dp_rank must be below dp_world_size, but got dp_rank={rank}, dp_world_size={world}.")
+    return Share(rank, world), True
+
+
+def _check_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, but got {name}={value!r}.")
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, but got {name}={value!r}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, but got {name}={value}.")
+
+
+@final
+class WatchedBatchSampler(BatchSampler):
+    """The loader's own batch sampler, as torch shows it. The loader never iterates it, so who does has taken it
+    away.
+    """
+
+    def __iter__(self) -> Iterator[list[int]]:
+        warnings.warn(
+            "The batch sampler of an unbroken StatefulDataLoader is iterated by something else: has a trainer "
+            "rebuilt the "
+            "loader as another class? Its position is not kept there.\nTell the trainer to take the loader as it is "
+            "(for "
+            "instance, do not let it replace samplers).",
+            stacklevel=2,
+        )
+        return super().__iter__()

@@ -1,0 +1,381 @@
+"""Where a run stands: what was delivered, and the anchors from which the rest can be made again.
+
+These are the records of the consumer. Only a delivery moves them; what workers produced ahead is not in them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import orjson
+
+from unbroken.errors import InvalidState
+from unbroken.ledger import fold
+
+__all__ = ["Anchor", "LanePosition", "LanesPosition", "Made", "MapPosition", "Position"]
+
+_WITNESSES = 8
+
+
+@final
+@dataclass(slots=True)
+class Made:
+    """One turn of a lane as the cursor made it: samples, their digests, and what was captured on the way.
+
+    ``capture`` is ``(at, before, after)``: the sealed states before and after sample ``at - 1``. ``opened`` is the
+    sealed state at the opening of the epoch, sent once. A turn of an exhausted lane has ``ended`` and its ``carry``.
+    """
+
+    samples: list[Any] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    capture: tuple[int, str | None, str | None] | None = None
+    opened: tuple[int, str | None] | None = None
+    carry: str | None = None
+    ended: bool = False
+    unaware: bool = False
+    """Whether the dataset never looked at its worker info (told with the first turn)."""
+
+
+@final
+@dataclass(slots=True)
+class Anchor:
+    """Sealed states around sample ``at - 1``, and the digests that must come again when a resume starts here.
+
+    The first samples made after an opening run under the opening's own random numbers, so witnesses are taken from
+    ``wait`` batches later on. Two different witnesses fix the place: no shift of the samples matches both. An anchor
+    at 0 is the start of the epoch, whose place is known.
+    """
+
+    at: int
+    before: str | None
+    after: str | None
+    wait: int = 0
+    first_witness: int = 0
+    witnesses: list[int] = field(default_factory=list)
+
+    @property
+    def fixed(self) -> bool:
+        return self.at == 0 or len(set(self.witnesses)) > 1
+
+    def witness(self, start: int, digests: list[int]) -> None:
+        """Take note of a delivered batch whose first sample is ``start``."""
+        if self.wait:
+            self.wait -= 1
+            return
+        if not self.witnesses:
+            self.first_witness = start
+        elif self.first_witness + len(self.witnesses) != start:
+            return
+        self.witnesses.extend(digests[: _WITNESSES - len(self.witnesses)])
+
+
+@final
+@dataclass(slots=True)
+class LanePosition:
+    """The position of one lane: epoch, turns and samples delivered in it, and how to make the rest.
+
+    ``sizes`` lists ``[first sample, batch size]`` wherever the batch size changed since the anchor: random numbers
+    are seeded per batch, so samples that are made again need the bounds of the batches they were in.
+    ``ledger`` is the count of samples over all epochs and their rolling digest. ``exact`` says that states are exact
+    by construction (a stream's, or trusted ones): no witness is needed.
+    """
+
+    exact: bool = False
+    epoch: int = 0
+    turns: int = 0
+    delivered: int = 0
+    ended: bool = False
+    ledger: tuple[int, int] = (0, 0)
+    last: int | None = None
+    carry: str | None = None
+    anchor: Anchor | None = None
+    newer: list[Anchor] = field(default_factory=list)
+    sizes: list[list[int]] = field(default_factory=list)
+    _text: str | None = None
+
+    def deliver(self, made: Made, size: int) -> None:
+        """Count a delivered turn of up to ``size`` samples."""
+        self._text = None
+        start, number = self.delivered, len(made.digests)
+        self.turns += 1
+        self.delivered += number
+        self.last = made.digests[-1] if made.digests else self.last
+        self.ledger = (self.ledger[0] + number, fold(self.ledger[1], made.digests))
+        if made.opened is not None:
+            self.anchor = Anchor(0, None, made.opened[1])
+        if not self.sizes or self.sizes[-1][1] != size:
+            self.sizes.append([start, size])
+        if self.newer:
+            self._promote(start, made.digests)
+        if made.capture is not None:
+            self._note(made.capture, mid_batch=made.capture[0] < self.delivered)
+
+    def _note(self, capture: tuple[int, str | None, str | None], mid_batch: bool) -> None:
+        at, before, after = capture
+        if self.exact:
+            self.anchor = Anchor(at, None, after)
+            self._forget_sizes()
+        elif before != after:
+            del self.newer[1:]
+            self.newer.append(Anchor(at, before, after, wait=0 if mid_batch else 1))
+
+    def _promote(self, start: int, digests: list[int]) -> None:
+        for candidate in self.newer:
+            candidate.witness(start, digests)
+        for number in reversed(range(len(self.newer))):
+            if self.newer[number].fixed:
+                self.anchor = self.newer[number]
+                del self.newer[: number + 1]
+                self._forget_sizes()
+                return
+
+    def _forget_sizes(self) -> None:
+        at = self.anchor.at if self.anchor else 0
+        while len(self.sizes) > 1 and self.sizes[1][0] <= at:
+            del self.sizes[0]
+
+    def end(self, made: Made) -> None:
+        """The lane has no more turns in this epoch."""
+        self._text = None
+        self.ended = True
+        self.carry = made.carry
+
+    def next_epoch(self, pristine: str | None) -> None:
+        """Stand at the start of the next epoch; what the dataset's state was at the end is carried into it.
+
+        A lane that was left before its end begins again as it began: at its last carry, or at the ``pristine`` state.
+        """
+        self._text = None
+        if not self.ended and self.carry is None:
+            self.carry = pristine
+        self.epoch += 1
+        self.turns = self.delivered = 0
+        self.ended = False
+        self.last = self.anchor = None
+        self.newer, self.sizes = [], []
+
+    def starts_batch(self, sample: int) -> bool:
+        """Whether a delivered sample was the first of its batch."""
+        for first, size in reversed(self.sizes):
+            if sample >= first:
+                return (sample - first) % size == 0
+        return True
+
+    def to_json(self) -> str:
+        """The fields of this lane's leaf, without the braces: step and run of its rank come before them."""
+        if self._text is None:
+            self._text = self._to_json()
+        return self._text
+
+    def _to_json(self) -> str:
+        anchor = "null"
+        if (a := self.anchor) is not None:
+            before, after = a.before or "null", a.after or "null"
+            witnesses = ",".join(map(str, a.witnesses))
+            anchor = (
+                f'{{"at":{a.at},"before":{before},"after":{after},"first_witness":{a.first_witness},'
+                f'"witnesses":[{witnesses}]}}'
+            )
+        sizes = ",".join(f"[{first},{size}]" for first, size in self.sizes)
+        return (
+            f'"epoch":{self.epoch},"turns":{self.turns},"delivered":{self.delivered},'
+            f'"ended":{"true" if self.ended else "false"},"ledger":[{self.ledger[0]},{self.ledger[1]}],'
+            f'"last":{"null" if self.last is None else self.last},"sizes":[{sizes}],'
+            f'"carry":{self.carry or "null"},"anchor":{anchor}'
+        )
+
+    @staticmethod
+    def from_json(leaf: Mapping[str, Any], name: str, exact: bool) -> LanePosition:
+        """Read a lane's leaf. Raises ``InvalidState`` where a field is missing or of another type."""
+        try:
+            anchor = None
+            if (a := leaf["anchor"]) is not None:
+                before, after = _resealed(a["before"]), _resealed(a["after"])
+                anchor = Anchor(_whole(a["at"]), before, after, 0, _whole(a["first_witness"]), list(a["witnesses"]))
+            return LanePosition(
+                exact=exact,
+                epoch=_whole(leaf["epoch"]),
+                turns=_whole(leaf["turns"]),
+                delivered=_whole(leaf["delivered"]),
+                ended=bool(leaf["ended"]),
+                ledger=(_whole(leaf["ledger"][0]), _whole(leaf["ledger"][1])),
+                last=None if leaf["last"] is None else _whole(leaf["last"]),
+                carry=_resealed(leaf["carry"]),
+                anchor=anchor,
+                sizes=[[_whole(first), _whole(size)] for first, size in leaf["sizes"]],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
+
+
+class Position(ABC):
+    """Where a rank stands in a run: ``step`` batches delivered over all epochs, under the run's key.
+
+    ``epochs`` are the ``epoch`` attributes that the user's dataset and sampler had when the epoch began.
+    """
+
+    step: int
+    run: int | None
+    epochs: dict[str, int]
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The epoch that is going on, or comes next."""
+
+    @abstractmethod
+    def next_epoch(self, pristine: str | None) -> None:
+        """Stand at the start of the next epoch."""
+
+    @property
+    @abstractmethod
+    def mid_epoch(self) -> bool:
+        """Whether something of the epoch was delivered."""
+
+    @abstractmethod
+    def copy(self) -> Position:
+        """Another one at the same place, which moves on its own."""
+
+
+@final
+@dataclass(slots=True)
+class LanesPosition(Position):
+    """The lanes of one rank."""
+
+    lanes: dict[int, LanePosition]
+    step: int = 0
+    run: int | None = None
+    epochs: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        return min(lane.epoch for lane in self.lanes.values())
+
+    @property
+    def mid_epoch(self) -> bool:
+        return any(lane.delivered or lane.ended for lane in self.lanes.values())
+
+    def settle(self, pristine: str | None) -> None:
+        """After a load: lanes of a rank that had begun its next epoch wait for the others; if none is left, go on."""
+        epoch = self.epoch
+        for lane in self.lanes.values():
+            if lane.epoch > epoch:
+                lane.epoch, lane.ended = epoch, True
+        if all(lane.ended for lane in self.lanes.values()):
+            self.next_epoch(pristine)
+
+    def next_epoch(self, pristine: str | None) -> None:
+        for lane in self.lanes.values():
+            lane.next_epoch(pristine)
+
+    def copy(self) -> LanesPosition:
+        return replace(self, lanes={number: replace(lane) for number, lane in self.lanes.items()})
+
+    def leaf(self, lane: int) -> str:
+        """The leaf of one lane."""
+        return f"{{{self._head()},{self.lanes[lane].to_json()}}}"
+
+    def leaf_of_all(self) -> str:
+        """One leaf for all lanes of a plain loader."""
+        lanes = ",".join(f"{{{lane.to_json()}}}" for lane in self.lanes.values())
+        return f'{{{self._head()},"lanes":[{lanes}]}}'
+
+    def _head(self) -> str:
+        return f'"step":{self.step},"run":{_json(self.run)},"epochs":{orjson.dumps(self.epochs).decode()}'
+
+    @staticmethod
+    def from_leaves(leaves: Iterable[tuple[int, str, Mapping[str, Any]]], exact: bool) -> LanesPosition:
+        """Read the leaves ``(lane, name, leaf)`` of one rank; ``step`` and so on are those of the first."""
+        lanes = {}
+        head: Mapping[str, Any] = {}
+        for lane, name, leaf in leaves:
+            lanes[lane] = LanePosition.from_json(leaf, name, exact)
+            head = head or leaf
+        return LanesPosition(lanes, *_head_of(head))
+
+
+@final
+@dataclass(slots=True)
+class MapPosition(Position):
+    """A map-style dataset: how many rows of the epoch's global order were delivered, by all ranks together.
+
+    ``sampler`` is what makes the order again, ``cursor`` where a custom sampler stands (see ``sampling``).
+    """
+
+    epoch: int = 0
+    rows: int = 0
+    step: int = 0
+    run: int | None = None
+    ledger: int = 0
+    sampler: dict[str, Any] | None = None
+    epochs: dict[str, int] = field(default_factory=dict)
+    cursor: LanePosition = field(default_factory=LanePosition)
+
+    @property
+    def mid_epoch(self) -> bool:
+        return self.rows > 0
+
+    def deliver(self, rows: int, digest: int) -> None:
+        """Count a delivered batch; ``rows`` of the global order are done with it."""
+        self.rows = rows
+        self.step += 1
+        self.ledger = fold(self.ledger, [digest])
+
+    def next_epoch(self, pristine: str | None) -> None:
+        self.epoch += 1
+        self.rows = 0
+        self.sampler = None
+        self.cursor.next_epoch(pristine)
+
+    def copy(self) -> MapPosition:
+        return replace(self, cursor=replace(self.cursor))
+
+    def leaf(self) -> str:
+        sampler = "null" if self.sampler is None else orjson.dumps(self.sampler).decode()
+        return (
+            f'{{"step":{self.step},"run":{_json(self.run)},"epoch":{self.epoch},"rows":{self.rows},"ledger":{self.ledger},'
+            f'"epochs":{orjson.dumps(self.epochs).decode()},"sampler":{sampler},"cursor":{{{self.cursor.to_json()}}}}}'
+        )
+
+    @staticmethod
+    def from_leaf(leaf: Mapping[str, Any], name: str) -> MapPosition:
+        """Read a leaf. Raises ``InvalidState`` where a field is missing or of another type."""
+        try:
+            step, run, epochs = _head_of(leaf)
+            return MapPosition(
+                epoch=_whole(leaf["epoch"]),
+                rows=_whole(leaf["rows"]),
+                step=step,
+                run=run,
+                ledger=_whole(leaf["ledger"]),
+                sampler=leaf["sampler"],
+                epochs=epochs,
+                cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
+
+
+def _head_of(leaf: Mapping[str, Any]) -> tuple[int, int | None, dict[str, int]]:
+    try:
+        epochs = {name: _whole(epoch) for name, epoch in leaf["epochs"].items()}
+        return _whole(leaf["step"]), None if leaf["run"] is None else _whole(leaf["run"]), epochs
+    except (KeyError, ValueError, AttributeError) as error:
+        raise InvalidState(f"A leaf of this position is cut short or changed: {error!r}.") from None
+
+
+def _json(value: int | None) -> str:
+    return "null" if value is None else str(value)
+
+
+def _resealed(value: Any) -> str | None:
+    return None if value is None else orjson.dumps(value).decode()
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a whole number, found {value!r}")
+    return value

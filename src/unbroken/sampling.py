@@ -1,0 +1,240 @@
+"""The order of a map-style dataset: which rows a rank takes, and what makes the rest of the order again.
+
+There is one global order of rows per epoch. It is a function of the index (in sequence, or a permutation under a
+seed), a list that a torch sampler draws, or what a sampler of the user's gives; the last is run through a cursor,
+like any iterable, with anchor and count.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from unbroken.position import Made, MapPosition
+from unbroken.seeding import Permutation, key
+from unbroken.state import seal, unseal
+
+__all__ = ["MapOrder", "Share", "Step"]
+
+Block = Callable[[int, int, int], Sequence[int]]
+MakeTurn = Callable[[int], Made]
+_DRAWN = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+_ROWS_AT_ONCE = 4096
+
+
+@final
+@dataclass(frozen=True)
+class Share:
+    """The part of the global order that a rank takes: row (or batch) i where ``i mod world == rank``."""
+
+    rank: int = 0
+    world: int = 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch to come: its indices (one, unbatched), the place of the first in the global order, the distance between
+    them there, and the rows of the global order that are done with it. ``made`` is the turn of a custom sampler."""
+
+    indices: Any
+    place: int
+    stride: int
+    rows: int
+    made: Made | None = None
+
+
+@final
+class MapOrder:
+    """The order of a map-style dataset under torch's arguments.
+
+    ``kind`` is ``"sequential"``, ``"permutation"`` (shuffled, with a seed), ``"drawn"`` (by torch's own random
+    samplers),
+    ``"distributed"`` or ``"custom"``.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        batch_sampler: Any,
+        batch_size: int | None,
+        drop_last: bool,
+        share: Share,
+        shuffled_by: int | None,
+    ) -> None:
+        self.by_batch = batch_size is None and batch_sampler is not None
+        self.base = sampler if batch_sampler is None or not self.by_batch else batch_sampler
+        if self.by_batch and type(batch_sampler) is BatchSampler:
+            self.base, batch_size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
+        self.batched = batch_sampler is not None
+        self.size = batch_size or 1
+        self.drop_last = drop_last
+        self.share = share
+        self._shuffled_by = shuffled_by
+        self.kind = self._kind()
+        if self.kind == "distributed":
+            self.share = Share(self.base.rank, self.base.num_replicas)
+
+    def _kind(self) -> str:
+        base = self.base
+        if self._shuffled_by is not None:
+            return "permutation"
+        if type(base) is SequentialSampler:
+            return "sequential"
+        if type(base) in _DRAWN:
+            return "drawn"
+        if isinstance(base, DistributedSampler) and type(base).__iter__ is DistributedSampler.__iter__:
+            return "distributed"
+        return "custom"
+
+    @property
+    def random_without_generator(self) -> bool:
+        """Whether the order is drawn from the global generator, so that ranks would disagree about it."""
+        return self.kind == "drawn" and getattr(self.base, "generator", None) is None
+
+    def total(self) -> int:
+        """The rows (custom batch samplers: batches) of an epoch. Raises TypeError where the sampler has no length."""
+        return self.base.total_size if self.kind == "distributed" else len(self.base)
+
+    def batches(self) -> int:
+        """The batches of an epoch that this rank takes."""
+        rank, world = self.share.rank, self.share.world
+        if self.by_batch:
+            total = self.total()
+            if self.kind != "custom":
+                total = total // self.size if self.drop_last else -(-total // self.size)
+            return max(0, -(-(total - rank) // world))
+        mine = max(0, -(-(self.total() - rank) // world))
+        return mine // self.size if self.drop_last else -(-mine // self.size)
+
+    def describe(self) -> dict[str, Any]:
+        """The fields of the fingerprint that are the order's."""
+        return {"sampler": type(self.base).__qualname__ if self.kind != "permutation" else "shuffle with a seed"}
+
+    def note_end(self, position: MapPosition) -> None:
+        """At the start of an epoch's position: what a user's generator has come to, as the next draw goes on from
+        it.
+        """
+        if self.kind == "drawn" and self.base.generator is not None:
+            position.sampler = {"before": seal(self.base.generator.get_state())}
+
+    def go_back(self, position: MapPosition) -> None:
+        """After a load: put a user's generator back to where the last epoch had left it."""
+        if self.kind == "drawn" and position.sampler is not None and "before" in position.sampler:
+            self.base.generator.set_state(unseal(position.sampler["before"]))
+
+    # ---- the steps of an epoch
+
+    def steps(self, position: MapPosition, seeded: bool, make: MakeTurn) -> Iterator[Step]:
+        """The steps from a position on. Drawing, where there is any, happens now and not at the first step.
+
+        ``make`` makes a turn of a custom sampler's cursor.
+        """
+        if self.kind == "custom":
+            return self._custom_steps(position.rows, make)
+        block, total = self._block(position, seeded), self.total()
+        return (
+            self._batch_steps(block, total, position.rows)
+            if self.by_batch
+            else self._row_steps(block, total, position.rows)
+        )
+
+    def _block(self, position: MapPosition, seeded: bool) -> Block:
+        run, epoch, total = position.run or 0, position.epoch, self.total()
+        if self.kind == "sequential":
+            return lambda start, stop, step: range(start, stop, step)
+        if self.kind == "permutation":
+            permutation = Permutation(total, key(self._shuffled_by or 0, "shuffle", epoch))
+            return lambda start, stop, step: permutation.block(start, stop, step).tolist()
+        order = self._global_order() if self.kind == "distributed" else self._drawn(position, run, epoch, seeded)
+        array = np.asarray(order, dtype=np.int64)
+        return lambda start, stop, step: array[start:stop:step].tolist()
+
+    def _global_order(self) -> list[int]:
+        """What all replicas of a DistributedSampler take together, padded or cut for its number of replicas."""
+        alone = copy.copy(self.base)
+        alone.rank, alone.num_replicas, alone.drop_last = 0, 1, False
+        alone.num_samples = alone.total_size = len(self.base.dataset)
+        order = list(alone)
+        while 0 < len(order) < self.base.total_size:
+            order += order[: self.base.total_size - len(order)]
+        return order[: self.base.total_size]
+
+    def _drawn(self, position: MapPosition, run: int, epoch: int, seeded: bool) -> list[int]:
+        """The order of one of torch's random samplers, and in the position what draws it again."""
+        saved = position.sampler
+        if self.base.generator is not None:
+            if saved is not None and "generator" in saved:
+                self.base.generator.set_state(unseal(saved["generator"]))
+            position.sampler = {"generator": seal(self.base.generator.get_state())}
+            return list(self.base)
+        alone = copy.copy(self.base)
+        alone.generator = torch.Generator()
+        if saved is None and (seeded or epoch > 0):
+            alone.generator.manual_seed(key(run, "sampler", epoch))
+        elif type(self.base) is RandomSampler:  # the draw that torch makes
+            seed = saved["seed"] if saved else int(torch.empty((), dtype=torch.int64).random_().item())
+            position.sampler = {"seed": seed}
+            alone.generator.manual_seed(seed)
+        else:
+            position.sampler = saved or {"state": seal(torch.default_generator.get_state())}
+            alone.generator.set_state(unseal(position.sampler["state"]))
+            if saved is None:  # torch would draw these numbers from the global generator
+                order = list(alone)
+                torch.default_generator.set_state(alone.generator.get_state())
+                return order
+        return list(alone)
+
+    def _row_steps(self, block: Block, total: int, start: int) -> Iterator[Step]:
+        world, stride = self.share.world, self.size * self.share.world
+        first = start + (self.share.rank - start) % world
+        ahead = max(1, _ROWS_AT_ONCE // self.size) * stride
+        for begin in range(first, total, ahead):
+            rows = block(begin, min(begin + ahead, total), world)
+            for number in range(0, len(rows), self.size):
+                indices = rows[number : number + self.size]
+                if len(indices) < self.size and self.drop_last:
+                    return
+                place = begin + number * world
+                done = min(total, start + (place - first) + stride)
+                yield Step(list(indices) if self.batched else indices[0], place, world, done)
+
+    def _batch_steps(self, block: Block, total: int, start: int) -> Iterator[Step]:
+        world, size = self.share.world, self.size
+        begin = -(-start // size)
+        mine = begin + (self.share.rank - begin) % world
+        while mine * size < total:
+            stop = min((mine + 1) * size, total)
+            if stop - mine * size < size and self.drop_last:
+                return
+            done = min(total, (mine - (self.share.rank - begin) % world + world) * size)
+            yield Step(list(block(mine * size, stop, 1)), mine * size, 1, done)
+            mine += world
+
+    def _custom_steps(self, start: int, make: MakeTurn) -> Iterator[Step]:
+        rank, world = self.share.rank, self.share.world
+        size = world if self.by_batch else world * self.size
+        while True:
+            made = make(size)
+            if made.ended:
+                return
+            offset = (rank - start) % world
+            mine = made.samples[offset::world]
+            if not mine or (self.drop_last and not self.by_batch and len(mine) < self.size):
+                return
+            indices = mine[0] if self.by_batch or not self.batched else mine
+            yield Step(indices, start + offset, world, start + len(made.samples), made)
+            start += len(made.samples)

@@ -1,0 +1,223 @@
+"""Sealing: how a position becomes text, and how text is checked before anything of it is used.
+
+A position is a flat ``dict[str, str]`` with valid JSON in each value. One value, ``"unbroken"``, is the header:
+version, number of lanes and the fingerprint of the pipeline. The others are leaves.
+
+States that a dataset or sampler hands out are sealed as tagged JSON: what JSON has is written as it is, the rest as
+``{"!": tag, "v": ...}`` with the tags ``tuple``, ``set``, ``frozenset``, ``bytes`` (base64), ``int`` (beyond 64 bits),
+``float`` (nan, inf), ``complex``, ``dict`` (keys that are not str, or a key ``"!"``), ``scalar``, ``array`` and
+``tensor`` (dtype, shape, base64 of the little-endian bytes in C order). Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import orjson
+import torch
+
+from unbroken.errors import IncompleteState, InvalidState, StateMismatch, UnsealableState
+
+__all__ = ["HEADER", "VERSION", "Difference", "check_fingerprint", "parse_header", "parse_leaf", "seal", "unseal"]
+
+HEADER = "unbroken"
+VERSION = 1
+_PLAIN = frozenset({str, bool, type(None)})
+_TENSOR_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def seal(value: Any, what: str = "state") -> str:
+    """Tagged JSON of a state; later changes to ``value`` do not reach it.
+
+    ``what`` names the state in the error. Raises ``UnsealableState`` with the path and the type of the first thing
+    that no position can carry.
+    """
+    try:
+        return orjson.dumps(_tag(value, what)).decode()
+    except RecursionError:
+        raise UnsealableState(f"{what} contains itself, or is nested too deeply to be saved.") from None
+
+
+def unseal(text: str) -> Any:
+    """The state that ``seal`` was given. Raises ``InvalidState`` on anything else."""
+    try:
+        return _untag(orjson.loads(text))
+    except InvalidState:
+        raise
+    except Exception as error:
+        raise InvalidState(f"A sealed state cannot be read: {error}") from error
+
+
+def _tag(value: Any, path: str) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 64 else {"!": "int", "v": str(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"!": "float", "v": repr(value)}
+    if kind is list:
+        return [_tag(v, f"{path}[{i}]") for i, v in enumerate(value)] if not _all_plain(value) else value.copy()
+    if kind is dict:
+        if all(type(k) is str for k in value) and "!" not in value:
+            return {k: _tag(v, f"{path}[{k!r}]") for k, v in value.items()}
+        pairs = [[_tag(k, f"a key of {path}"), _tag(v, f"{path}[{k!r}]")] for k, v in value.items()]
+        return {"!": "dict", "v": pairs}
+    return _tag_rare(value, kind, path)
+
+
+def _all_plain(value: list[Any]) -> bool:
+    kinds = set(map(type, value))
+    return kinds <= _PLAIN or (kinds == {int} and -(1 << 63) <= min(value) and max(value) < 1 << 63)
+
+
+def _tag_rare(value: Any, kind: type, path: str) -> Any:
+    if kind is tuple:
+        return {"!": "tuple", "v": _tag(list(value), path)}
+    if kind is set or kind is frozenset:
+        return {"!": kind.__name__, "v": sorted((_tag(v, path) for v in value), key=orjson.dumps)}
+    if kind is bytes or kind is bytearray:
+        return {"!": kind.__name__, "v": base64.b64encode(value).decode()}
+    if kind is complex:
+        return {"!": "complex", "v": [_tag(value.real, path), _tag(value.imag, path)]}
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufcmMSU":
+        name = "array" if isinstance(value, np.ndarray) else "scalar"
+        array = np.asarray(value)
+        return _tag_data(
+            name, array.dtype.newbyteorder("<").str, array.shape, array.astype(array.dtype.newbyteorder("<"))
+        )
+    if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tag_data("tensor", str(value.dtype), tuple(value.shape), data)
+    raise UnsealableState(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a position cannot carry.\n"
+        "Return plain values from state_dict(): numbers, text, bytes, lists, tuples, dicts, sets, arrays or tensors."
+    )
+
+
+def _tag_data(tag: str, dtype: str, shape: tuple[int, ...], data: np.ndarray[Any, Any]) -> dict[str, Any]:
+    text = base64.b64encode(np.ascontiguousarray(data).tobytes()).decode()
+    return {"!": tag, "dtype": dtype, "shape": list(shape), "v": text}
+
+
+def _untag(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untag(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("!")
+    if tag is None:
+        return {k: _untag(v) for k, v in value.items()}
+    inner = value["v"]
+    if tag == "dict":
+        return {_untag(k): _untag(v) for k, v in inner}
+    if tag in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](_untag(v) for v in inner)
+    if tag == "int":
+        return int(inner)
+    if tag == "float":
+        return float(inner)
+    if tag == "complex":
+        return complex(_untag(inner[0]), _untag(inner[1]))
+    data = base64.b64decode(inner, validate=True)
+    if tag == "bytes":
+        return data
+    if tag == "bytearray":
+        return bytearray(data)
+    if tag in ("array", "scalar"):
+        array = np.frombuffer(bytearray(data), np.dtype(value["dtype"])).reshape(value["shape"])
+        return array if tag == "array" else array[()]
+    if tag == "tensor":
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return flat.view(_TENSOR_DTYPES[value["dtype"]]).reshape(value["shape"])
+    raise InvalidState(f"A sealed state has the tag {tag!r}, which this version does not know.")
+
+
+def parse_header(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The header of a position. Raises ``InvalidState`` where it is not ours, cut short or of a later version."""
+    if not isinstance(state, Mapping):
+        raise InvalidState(f"A position is a dict of str to str, but got a {type(state).__name__}.")
+    if HEADER not in state:
+        found = ", ".join(sorted(map(repr, state))[:6])
+        raise InvalidState(
+            f"This is not a position of unbroken: the key {HEADER!r} is missing (found {found}).\n"
+            "Pass what state_dict() of an unbroken loader returned; a state of another loader cannot be read."
+        )
+    header = parse_leaf(state, HEADER)
+    version = header.get("version")
+    if not isinstance(version, int) or not isinstance(header.get("fingerprint"), dict):
+        raise InvalidState("The header of this position has no version or no fingerprint: it was cut short or changed.")
+    if version > VERSION:
+        raise InvalidState(
+            f"This position has format version {version}, and this unbroken reads up to {VERSION}.\n"
+            "Install the version of unbroken that wrote it, or a later one."
+        )
+    return header
+
+
+def parse_leaf(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """One value of a position, read. Raises ``InvalidState`` where it is no JSON, ``IncompleteState`` where missing."""
+    if name not in state:
+        raise IncompleteState(
+            f"The leaf {name!r} is missing from this position (it has {len(state)} keys).\n"
+            "Merge the states of all ranks with {**a, **b}, or load through torch.distributed.checkpoint."
+        )
+    text = state[name]
+    try:
+        leaf = orjson.loads(text)
+    except (orjson.JSONDecodeError, TypeError) as error:
+        raise InvalidState(f"The leaf {name!r} of this position is not JSON ({error}): cut short or changed.") from None
+    if not isinstance(leaf, dict):
+        raise InvalidState(f"The leaf {name!r} of this position is a JSON {type(leaf).__name__}, not an object.")
+    return leaf
+
+
+@final
+@dataclass(frozen=True)
+class Difference:
+    """A field of the fingerprint that was saved with one value and has another now."""
+
+    field: str
+    saved: Any
+    now: Any
+    kind: str
+
+    def __str__(self) -> str:
+        return f"  {self.field:<14} saved {_short(self.saved)}   now {_short(self.now)}   ({self.kind}-changing)"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else orjson.dumps(value).decode() if value is not None else "nothing"
+    return text if len(text) <= 40 else f"{text[:30]}…{text[-6:]}"
+
+
+def check_fingerprint(
+    saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str], *, fixed: frozenset[str], strict: bool
+) -> list[Difference]:
+    """Hold two fingerprints against each other; return the differences that ``strict=False`` accepted.
+
+    ``kinds`` says of each field whether a difference is ``"safe"``, ``"order"`` or ``"data"`` (the default);
+    ``fixed`` names those that are never accepted, for now. Raises ``StateMismatch`` with every difference.
+    """
+    found = [
+        Difference(name, saved.get(name), now.get(name), kinds.get(name, "data"))
+        for name in sorted({*saved, *now})
+        if saved.get(name) != now.get(name) and kinds.get(name, "data") != "safe"
+    ]
+    refused = [d for d in found if strict or d.field in fixed]
+    if not refused:
+        return found
+    report = "\n".join(str(d) for d in (found if strict else refused))
+    if any(d.field in fixed for d in found):
+        names = ", ".join(d.field for d in found if d.field in fixed)
+        way_out = (
+            f"In the middle of an epoch {names} cannot change without losing or repeating rows: rebuild it as it was."
+        )
+    else:
+        way_out = "Rebuild the pipeline as it was, or accept the difference with load_state_dict(state, strict=False)."
+    raise StateMismatch(f"this position was saved for another pipeline.\n{report}\n{way_out}")

@@ -1,0 +1,1 @@
+"""The frozen descriptions of a text stream. Only what ``open`` returns moves."""

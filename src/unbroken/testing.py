@@ -1,0 +1,395 @@
+"""The law as one function: a run that is stopped and resumed equals the run that never stopped.
+
+::
+
+    def make_loader(num_workers=0):
+        return StatefulDataLoader(MyDataset(), batch_size=4, num_workers=num_workers)
+
+    def test_my_dataset_resumes_exactly():
+        assert_resumes_exactly(make_loader, topologies=[{"num_workers": 2}, {"num_workers": 0}])
+
+Nothing is known of the loader but ``iter``, ``state_dict`` and ``load_state_dict``, so any loader can be judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import pickle
+import random
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+
+__all__ = ["NotExact", "Point", "assert_resumes_exactly", "rows_of"]
+
+Compare: TypeAlias = Literal["batches", "steps", "rows"]
+
+
+class NotExact(AssertionError):
+    """A resumed run is not the run that never stopped."""
+
+
+class Point(NamedTuple):
+    """A restore point: ``step`` batches of epoch ``epoch`` (on every rank) are delivered, the loop is still inside.
+
+    ``step=0`` is right after ``iter()``; ``step=-1`` is before it: a new loader, or one whose last epoch has ended
+    with StopIteration. A step beyond the last batch means the end of the epoch, StopIteration included.
+    """
+
+    epoch: int
+    step: int
+
+
+Chain: TypeAlias = tuple[Point, ...]
+
+
+def assert_resumes_exactly(
+    make_loader: Callable[..., Any],
+    *,
+    topologies: Sequence[Mapping[str, Any]] = ({},),
+    restore_points: Iterable[int | Point | Sequence[int | Point]] | None = None,
+    epochs: int = 3,
+    compare: Compare | None = None,
+    rows: Callable[[Any], Iterable[Any]] | None = None,
+    stop_after: int | None = None,
+) -> None:
+    """Assert that a loader, stopped and resumed, delivers what it delivers without a stop: all of it, in order.
+
+    For each restore point a new loader runs to it, its state goes through JSON into another new loader, and that one
+    runs on. What was delivered before and after is compared with the reference, over all epochs: structure, types,
+    dtypes, shapes and bytes. The global random generators are seeded alike at the start of every run and otherwise at
+    every resume of a run that has begun, as in a new process, and put back at the end.
+
+    Args:
+        make_loader: makes a new loader over a new dataset; called with a topology as keyword arguments.
+        topologies: keyword arguments of ``make_loader`` before the first restore point (and for the reference), after
+            it, after the second, and so on, starting over when they run out. One with ``dp_world_size`` and without
+            ``dp_rank`` makes a loader for each rank; they run in step in this process, and their states are merged.
+        restore_points: each a point, or a sequence of points that one run goes through. A number counts the batches
+            since the run began. Default: every point of every epoch, and one chain through all those of epoch 0. With
+            several ranks, choose points where every rank still has a batch, or none; the default does.
+        epochs: how many epochs restore points lie in; the run is one epoch longer, so that something follows.
+        compare: ``"batches"``: each rank gets the same batches in the same order. ``"steps"``: each step has the same
+            rows over all ranks. ``"rows"``: each epoch has the same rows. Default: ``"batches"``, or ``"rows"`` when
+            the number of ranks changes.
+        rows: the rows of a batch; default :func:`rows_of`.
+        stop_after: for data without an end: the run is one epoch, cut after so many batches.
+
+    Raises:
+        NotExact: the runs differ; the message says where, and what was expected and found.
+        ValueError: the reference run delivers nothing in some epoch, which proves nothing.
+    """
+    if compare is None:
+        compare = "batches" if len({t.get("dp_world_size") for t in topologies}) == 1 else "rows"
+    trial = _Trial(make_loader, tuple(topologies), epochs + 1 if stop_after is None else 1, stop_after, rows or rows_of)
+    with _globals_put_back():
+        reference = trial.run((), None)
+        if not all(reference):
+            empty = f"epoch {reference.index([])} of {trial.dataset} with {dict(topologies[0])}"
+            raise ValueError(f"The run without a stop delivered no batch in {empty}: there is nothing to compare.")
+        lengths = [_rows(steps).total() for steps in reference]
+        for chain in _chains(reference, restore_points):
+            found = trial.run(chain, lengths)
+            where = _first_difference(reference, found, compare)
+            if where is not None:
+                raise NotExact(_report(trial, chain, reference, found, where))
+
+
+def rows_of(batch: Any) -> list[Any]:
+    """The rows of a batch as default collation makes them: along the first dimension, through dicts and tuples.
+
+    A list or tuple of tensors, arrays or containers is taken for columns, any other for rows.
+    """
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return list(batch) if batch.ndim else [batch]
+    if isinstance(batch, Mapping):
+        columns = [rows_of(value) for value in batch.values()]
+        if columns and len({len(column) for column in columns}) == 1:
+            return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]
+        return [batch]
+    if isinstance(batch, list | tuple):
+        if all(isinstance(value, torch.Tensor | np.ndarray | Mapping | list | tuple) for value in batch):
+            columns = [rows_of(value) for value in batch]
+            if len({len(column) for column in columns}) == 1:
+                return list(zip(*columns, strict=True))
+        return list(batch)
+    return [batch]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """What is kept of a delivered batch: no reference to it, so that a loader may reuse its memory."""
+
+    digest: bytes
+    brief: str = dataclasses.field(compare=False)
+    rows: tuple[bytes, ...] = dataclasses.field(compare=False)
+
+
+_Step: TypeAlias = tuple[_Batch | None, ...]  # one batch of each rank, None of a rank whose epoch has ended
+_Log: TypeAlias = list[list[_Step]]  # the steps of each epoch
+
+
+@final
+class _Stretch:
+    """The loaders of all ranks under one topology, from one restore point to the next."""
+
+    def __init__(self, make_loader: Callable[..., Any], topology: Mapping[str, Any], seed: int, state: str | None):
+        world = topology.get("dp_world_size")
+        places = [{}] if world is None or "dp_rank" in topology else [{"dp_rank": rank} for rank in range(world)]
+        self.loaders: list[Any] = []
+        self.iterators: list[Iterator[Any] | None] | None = None
+        try:
+            for place in places:
+                _seed_globals(seed)
+                self.loaders.append(make_loader(**topology, **place))
+                if state is not None:
+                    self.loaders[-1].load_state_dict(json.loads(state))
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self) -> None:
+        self.iterators = [iter(loader) for loader in self.loaders]
+
+    def step(self, rows: Callable[[Any], Iterable[Any]]) -> _Step | None:
+        """The next batch of each rank; None, and no longer open, when all have ended."""
+        taken: list[_Batch | None] = []
+        for rank, iterator in enumerate(iterators := self.iterators or []):
+            try:
+                taken.append(None if iterator is None else _record(next(iterator), rows))
+            except StopIteration:
+                iterators[rank] = None
+                taken.append(None)
+        if any(batch is not None for batch in taken):
+            return tuple(taken)
+        self.iterators = None
+        return None
+
+    def state(self) -> str:
+        """The states of all ranks in one, as JSON."""
+        merged: dict[str, Any] = {}
+        for loader in self.loaders:
+            merged |= json.loads(json.dumps(loader.state_dict()))
+        return json.dumps(merged)
+
+    def close(self) -> None:
+        self.iterators = None
+        for loader in self.loaders:
+            getattr(loader, "close", lambda: None)()
+
+
+@final
+@dataclasses.dataclass
+class _Trial:
+    """What is judged: runs it, with and without stops."""
+
+    make_loader: Callable[..., Any]
+    topologies: tuple[Mapping[str, Any], ...]
+    epochs: int
+    stop_after: int | None
+    rows: Callable[[Any], Iterable[Any]]
+    dataset: str = "a dataset"
+
+    def topology(self, stretch: int) -> Mapping[str, Any]:
+        return self.topologies[stretch % len(self.topologies)]
+
+    def run(self, chain: Chain, lengths: list[int] | None) -> _Log:
+        """All epochs, stopped and resumed at each point; ``lengths``: the rows of each epoch, where they are known."""
+        log: _Log = [[]]
+        state: str | None = None
+        begun = False
+        for number, point in enumerate((*chain, Point(self.epochs, -1))):
+            if lengths is not None and log[-1] and _rows(log[-1]).total() >= lengths[len(log) - 1]:
+                log.append([])  # the position is at the end of an epoch: what follows is the next
+            stretch = _Stretch(self.make_loader, self.topology(number), number if begun else 0, state)
+            try:
+                self.dataset = _name(getattr(stretch.loaders[0], "dataset", self.dataset))
+                if not self._advance(stretch, point, log, lengths):
+                    break
+                state = stretch.state() if number < len(chain) else None
+                begun = begun or point > (0, -1)
+            finally:
+                stretch.close()
+        return log[: self.epochs]
+
+    def _advance(self, stretch: _Stretch, point: Point, log: _Log, lengths: list[int] | None) -> bool:
+        """Deliver up to a point; False when the run is over before it, or goes on where the reference ended."""
+        while True:
+            epoch, done = len(log) - 1, len(log[-1])
+            if (epoch, done if done or stretch.iterators is not None else -1) >= point:
+                return True
+            if done >= (self.stop_after or (2 * lengths[epoch] + 8 if lengths and epoch < len(lengths) else np.inf)):
+                return False
+            if stretch.iterators is None:
+                stretch.open()
+                continue
+            step = stretch.step(self.rows)
+            if step is None:
+                log.append([])
+            else:
+                log[-1].append(step)
+
+
+def _chains(reference: _Log, restore_points: Iterable[int | Point | Sequence[int | Point]] | None) -> Iterable[Chain]:
+    if restore_points is None:
+        points = [Point(epoch, s) for epoch, steps in enumerate(reference[:-1]) for s in range(-1, len(steps) + 1)]
+        points += [Point(len(reference) - 1, s) for s in range(-1, len(reference[-1]) if len(reference) == 1 else 0)]
+        even = [p for p in points if _is_even(reference, p)]
+        return [*((p,) for p in even), tuple(p for p in even if p.epoch == 0)]
+    listed = [[each] if isinstance(each, int | Point) else each for each in restore_points]
+    return [tuple(_point(point, reference) for point in points) for points in listed]
+
+
+def _point(point: int | Point, reference: _Log) -> Point:
+    if isinstance(point, Point):
+        return point
+    if point == 0:
+        return Point(0, -1)
+    for epoch, steps in enumerate(reference):
+        if point <= len(steps):
+            return Point(epoch, point)
+        point -= len(steps)
+    raise ValueError(f"A restore point lies {point} batches after the end of the run: pass more epochs.")
+
+
+def _is_even(reference: _Log, point: Point) -> bool:
+    """Whether up to a point, and for one batch after it, no rank has ended before another."""
+    before = [step for steps in reference[: point.epoch] for step in steps]
+    here = reference[point.epoch][: max(0, point.step) + 1]
+    return all(batch is not None for step in (*before, *here) for batch in step)
+
+
+def _rows(steps: Iterable[_Step]) -> Counter[bytes]:
+    return Counter(row for step in steps for batch in step if batch is not None for row in batch.rows)
+
+
+def _first_difference(reference: _Log, found: _Log, compare: Compare) -> Point | None:
+    """Epoch and step of the first difference; of the first step when rows of an epoch are compared."""
+    for epoch, expected in enumerate(reference):
+        got = found[epoch] if epoch < len(found) else []
+        if compare == "rows":
+            if _rows(expected) != _rows(got):
+                return Point(epoch, 0)
+            continue
+        for number, (a, b) in enumerate(itertools.zip_longest(expected, got)):
+            if a is None or b is None or (_rows([a]) != _rows([b]) if compare == "steps" else a != b):
+                return Point(epoch, number)
+    return None
+
+
+def _report(trial: _Trial, chain: Chain, reference: _Log, found: _Log, where: Point) -> str:
+    epoch, number = where
+    expected, got = reference[epoch], found[epoch] if epoch < len(found) else []
+    missing, extra = _rows(expected) - _rows(got), _rows(got) - _rows(expected)
+    known = _rows(step for steps in reference for step in steps)
+    repeated = sum(count for row, count in extra.items() if row in known)
+    places = "; ".join(
+        f"epoch {p.epoch}, " + ("before iter()" if p.step < 0 else f"after {p.step} batches") for p in chain
+    )
+    lines = {
+        "dataset": trial.dataset,
+        "topology": " -> ".join(str(dict(trial.topology(n))) for n in range(len(chain) + 1)),
+        "restored at": places or "nowhere",
+        "differs at": f"epoch {epoch}, step {number}",
+        "expected": _show(expected, number),
+        "found": _show(got, number),
+        "over the epoch": f"{missing.total()} rows missing, {repeated} repeated, {extra.total() - repeated} unknown to "
+        f"the reference; {len(expected)} steps expected, {len(got)} found",
+    }
+    table = "\n".join(f"  {name:<15} {text}" for name, text in lines.items())
+    return f"A resumed run differs from the run that never stopped.\n{table}"
+
+
+def _show(steps: Sequence[_Step], number: int) -> str:
+    if number >= len(steps):
+        return "the end of the epoch"
+    briefs = ["ended" if batch is None else batch.brief for batch in steps[number]]
+    return briefs[0] if len(briefs) == 1 else "  ".join(f"rank {rank}: {text}" for rank, text in enumerate(briefs))
+
+
+def _record(batch: Any, rows: Callable[[Any], Iterable[Any]]) -> _Batch:
+    return _Batch(_digest(batch), _BRIEF.repr(batch), tuple(_digest(row) for row in rows(batch)))
+
+
+def _digest(value: Any) -> bytes:
+    hasher = hashlib.blake2b(digest_size=16)
+    _feed(hasher.update, value)
+    return hasher.digest()
+
+
+def _feed(update: Callable[[Any], None], value: Any) -> None:
+    """Structure, types and bytes of a value. NaN equals NaN; -0.0 and 0.0, 1 and True and 1.0 differ."""
+    kind = type(value)
+    update(f"{kind.__module__}.{kind.__qualname__}:".encode())
+    if isinstance(value, torch.Tensor):
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, np.ndarray):
+        update(f"{value.shape}".encode())
+        _feed(update, value.tolist())
+    elif isinstance(value, str | bytes | bytearray | bool | int | float | complex | type(None)):
+        text = repr(value).encode()
+        update(f"{len(text)}:".encode() + text)
+    elif isinstance(value, Mapping | list | tuple):
+        update(f"{len(value)}:".encode())
+        for item in value.items() if isinstance(value, Mapping) else value:
+            _feed(update, item)
+    elif isinstance(value, Set):
+        for digest in sorted(_digest(item) for item in value):
+            update(digest)
+    elif dataclasses.is_dataclass(value):
+        _feed(update, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    else:
+        update(pickle.dumps(value))
+
+
+@final
+class _Brief(reprlib.Repr):
+    """Short texts: tensors and arrays show dtype, shape and their first values."""
+
+    def repr_Tensor(self, value: torch.Tensor, level: int) -> str:
+        first = value.detach().cpu().reshape(-1)[:6].tolist()
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {self._values(first, value.numel())}"
+
+    def repr_ndarray(self, value: np.ndarray[Any, Any], level: int) -> str:
+        return f"{value.dtype}{list(value.shape)} {self._values(value.reshape(-1)[:6].tolist(), value.size)}"
+
+    def _values(self, first: list[Any], count: int) -> str:
+        texts = [f"{v:.6g}" if isinstance(v, float) else repr(v) for v in first]
+        return "[" + ", ".join(texts + ["..."] * (count > len(first))) + "]"
+
+
+_BRIEF = _Brief()
+
+
+def _name(dataset: Any) -> str:
+    text = dataset if isinstance(dataset, str) else repr(dataset)
+    return type(dataset).__name__ if " at 0x" in text else text[:100]
+
+
+def _seed_globals(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def _globals_put_back() -> Iterator[None]:
+    aside = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(aside[0])
+        np.random.set_state(aside[1])
+        random.setstate(aside[2])
