@@ -21,7 +21,7 @@ _BLOCK = 1024
 _hash: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
-def digest(value: Any, cap: int = 8192) -> int:
+def digest(value: Any, cap: int = 16384) -> int:
     """64 bits that stand for a sample or a batch; equal content gives equal digests in every process.
 
     Reads tensors, arrays, numbers, text, bytes and containers of these; another object counts by its pickle, or by
@@ -31,7 +31,7 @@ def digest(value: Any, cap: int = 8192) -> int:
     if kind is torch.Tensor:
         return _of_tensor(value, cap)
     if kind is np.ndarray and not value.dtype.hasobject:
-        return _of_bytes(np.ascontiguousarray(value).reshape(-1).view(np.uint8), value.size, cap)
+        return _of_array(value, cap)
     if kind is int or kind is float or kind is bool or value is None:
         return _hash(repr(value).encode(), 1)
     if kind is str:
@@ -49,20 +49,23 @@ def fold(ledger: int, digests: list[int]) -> int:
 def _of_tensor(value: torch.Tensor, cap: int) -> int:
     if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.device.type == "meta":
         return _hash(repr(value).encode(), 4)
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    if flat.is_conj() or flat.is_neg():
-        flat = flat.resolve_conj().resolve_neg()
-    return _of_bytes(flat.view(torch.uint8).numpy(), value.numel(), cap)
+    plain = value.detach().cpu().resolve_conj().resolve_neg() if value.requires_grad or value.is_conj() else value
+    try:
+        return _of_array(plain.numpy(), cap)
+    except (TypeError, RuntimeError):  # a dtype that numpy has not (bfloat16), another device, or negated lazily
+        flat = plain.detach().cpu().resolve_neg().contiguous().reshape(-1)
+        return _of_array(flat.view(torch.uint8).numpy(), cap)
 
 
-def _of_bytes(data: np.ndarray[Any, Any], numel: int, cap: int) -> int:
-    size = data.size
+def _of_array(array: np.ndarray[Any, Any], cap: int) -> int:
+    size = array.nbytes
     if size <= cap:
-        return _hash(data, numel)
+        return _hash(np.ascontiguousarray(array), array.size)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     blocks = max(1, cap // _BLOCK)
     stride = size // blocks
     head = data[: stride * blocks].reshape(blocks, stride)[:, :_BLOCK]
-    return _hash(np.ascontiguousarray(head), numel) ^ _hash(data[-_BLOCK:], numel)
+    return _hash(np.ascontiguousarray(head), array.size) ^ _hash(data[-_BLOCK:], array.size)
 
 
 def _of_container(value: Any, cap: int) -> int:

@@ -17,19 +17,20 @@ from unbroken.ledger import fold
 
 __all__ = ["Anchor", "LanePosition", "LanesPosition", "Made", "MapPosition", "Position"]
 
-_WITNESSES = 8
-
 
 @final
 @dataclass(slots=True)
 class Made:
-    """One turn of a lane as the cursor made it: samples, their digests, and what was captured on the way.
+    """One turn of a lane as the cursor made it: its samples, how many, and what was captured on the way.
+
+    ``digests`` are those of the last samples of the turn, one or more: the place is checked by them on a resume.
 
     ``capture`` is ``(at, before, after)``: the sealed states before and after sample ``at - 1``. ``opened`` is the
     sealed state at the opening of the epoch, sent once. A turn of an exhausted lane has ``ended`` and its ``carry``.
     """
 
     samples: list[Any] = field(default_factory=list)
+    number: int = 0
     digests: list[int] = field(default_factory=list)
     capture: tuple[int, str | None, str | None] | None = None
     opened: tuple[int, str | None] | None = None
@@ -38,6 +39,10 @@ class Made:
     unaware: bool = False
     """Whether the dataset never looked at its worker info (told with the first turn)."""
 
+    def __reduce__(self) -> tuple[type[Made], tuple[Any, ...]]:
+        """A turn on its way from a worker: its samples travel by themselves."""
+        return Made, ([], self.number, self.digests, self.capture, self.opened, self.carry, self.ended, self.unaware)
+
 
 @final
 @dataclass(slots=True)
@@ -45,8 +50,8 @@ class Anchor:
     """Sealed states around sample ``at - 1``, and the digests that must come again when a resume starts here.
 
     The first samples made after an opening run under the opening's own random numbers, so witnesses are taken from
-    ``wait`` batches later on. Two different witnesses fix the place: no shift of the samples matches both. An anchor
-    at 0 is the start of the epoch, whose place is known.
+    ``wait`` batches later on. Neighbours that differ fix the place: no shift by one matches both. An anchor at 0 is
+    the start of the epoch, whose place is known.
     """
 
     at: int
@@ -60,16 +65,17 @@ class Anchor:
     def fixed(self) -> bool:
         return self.at == 0 or len(set(self.witnesses)) > 1
 
-    def witness(self, start: int, digests: list[int]) -> None:
-        """Take note of a delivered batch whose first sample is ``start``."""
+    def witness(self, first: int, digests: list[int]) -> None:
+        """Take note of a delivered batch by the digests of its last samples, the first of which is ``first``.
+
+        Neighbouring samples are what tells a shift: that some pass and others differ need not.
+        """
         if self.wait:
             self.wait -= 1
-            return
-        if not self.witnesses:
-            self.first_witness = start
-        elif self.first_witness + len(self.witnesses) != start:
-            return
-        self.witnesses.extend(digests[: _WITNESSES - len(self.witnesses)])
+        elif self.first_witness + len(self.witnesses) == first:
+            self.witnesses.extend(digests)
+        else:
+            self.first_witness, self.witnesses = first, list(digests)
 
 
 @final
@@ -96,20 +102,20 @@ class LanePosition:
     sizes: list[list[int]] = field(default_factory=list)
     _text: str | None = None
 
-    def deliver(self, made: Made, size: int) -> None:
-        """Count a delivered turn of up to ``size`` samples."""
+    def deliver(self, made: Made, size: int, digest: int) -> None:
+        """Count a delivered turn of up to ``size`` samples; ``digest`` stands for all of it in the ledger."""
         self._text = None
-        start, number = self.delivered, len(made.digests)
+        start, number = self.delivered, made.number
         self.turns += 1
         self.delivered += number
         self.last = made.digests[-1] if made.digests else self.last
-        self.ledger = (self.ledger[0] + number, fold(self.ledger[1], made.digests))
+        self.ledger = (self.ledger[0] + number, fold(self.ledger[1], [digest]))
         if made.opened is not None:
             self.anchor = Anchor(0, None, made.opened[1])
         if not self.sizes or self.sizes[-1][1] != size:
             self.sizes.append([start, size])
         if self.newer:
-            self._promote(start, made.digests)
+            self._promote(self.delivered - len(made.digests), made.digests)
         if made.capture is not None:
             self._note(made.capture, mid_batch=made.capture[0] < self.delivered)
 
@@ -122,9 +128,9 @@ class LanePosition:
             del self.newer[1:]
             self.newer.append(Anchor(at, before, after, wait=0 if mid_batch else 1))
 
-    def _promote(self, start: int, digests: list[int]) -> None:
+    def _promote(self, first: int, digests: list[int]) -> None:
         for candidate in self.newer:
-            candidate.witness(start, digests)
+            candidate.witness(first, digests)
         for number in reversed(range(len(self.newer))):
             if self.newer[number].fixed:
                 self.anchor = self.newer[number]
@@ -174,9 +180,9 @@ class LanePosition:
         anchor = "null"
         if (a := self.anchor) is not None:
             before, after = a.before or "null", a.after or "null"
-            witnesses = ",".join(map(str, a.witnesses))
+            witnesses = ",".join(map(str, a.witnesses[-8:]))
             anchor = (
-                f'{{"at":{a.at},"before":{before},"after":{after},"first_witness":{a.first_witness},'
+                f'{{"at":{a.at},"before":{before},"after":{after},"first_witness":{a.first_witness + max(0, len(a.witnesses) - 8)},'
                 f'"witnesses":[{witnesses}]}}'
             )
         sizes = ",".join(f"[{first},{size}]" for first, size in self.sizes)

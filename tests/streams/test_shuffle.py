@@ -133,6 +133,7 @@ def test_a_window_that_cannot_be_filled_again_is_refused(tmp_path: Path) -> None
         ((1.5, 1), TypeError, "shuffle: window must be a whole number, but got 1.5 (float)"),
         ((True, 1), TypeError, "window must be a whole number"),
         ((9, -1), ValueError, "shuffle: seed must be at least 0, but got -1"),
+        ((9, 1 << 64), ValueError, "shuffle: seed must be at most 18446744073709551615"),
         ((9, "x"), TypeError, "seed must be a whole number"),
     ],
 )

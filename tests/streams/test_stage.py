@@ -110,6 +110,7 @@ def test_a_copy_and_a_pickle_are_the_same_stream(stream: Stage) -> None:
         assert run_lanes(other, 3) == run_lanes(stream, 3)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_torchs_loader_takes_each_worker_for_a_lane(stream: Stage, context: str) -> None:
     workers = 2 if context == "fork" else 1
@@ -186,7 +187,7 @@ def test_the_identity_of_a_function_is_the_same_in_every_process(tmp_path: Path)
         "print(i(functions.kept), i(functions.shortened), i(functools.partial(functions.kept, {'a', 'b', 'c'})))"
     )
     found = set()
-    for hash_seed in ("1", "2", "3"):
+    for hash_seed in ("1", "2"):
         environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
         done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
         found.add(done.stdout.decode())

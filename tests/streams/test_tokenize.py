@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils.data import DataLoader
 
 from tests.streams.runs import assert_law, plain, run, saved, write_jsonl
 from unbroken.errors import BadRow, InvalidState
@@ -277,6 +278,14 @@ def test_a_pickled_stream_loads_its_tokenizer_where_it_is_used(corpus: Stage, tm
     for given in (stream, corpus.tokenize(word_level(), append=4)):
         done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(given), capture_output=True, check=True)
         assert done.stdout.decode().strip() == str([[*ids_of(text), 4] for text in TEXTS])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_worker_that_is_forked_after_threads_were_used_tokenises(corpus: Stage) -> None:
+    stream = corpus.tokenize(word_level())
+    ref = documents(stream)
+    loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60)
+    assert [row["input_ids"].tolist() for row in loader] == ref
 
 
 def test_what_is_no_position_is_refused(corpus: Stage) -> None:

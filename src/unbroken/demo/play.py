@@ -223,11 +223,11 @@ def _checks(plan: Plan, found: _Found) -> list[Check]:
     before = range(1, max(found.killed, default=0) + 1)
     after = plan.compared
     return [
-        compare_losses("(b) until the kill: losses", found.reference, found.killed, before),
-        compare_digests("(b) until the kill: batches", found.reference, found.killed, before),
+        compare_losses("(b) until kill: losses", found.reference, found.killed, before),
+        compare_digests("(b) until kill: batches", found.reference, found.killed, before),
         compare_losses("(b) resumed: losses", found.reference, found.resumed, after),
         compare_digests("(b) resumed: batches", found.reference, found.resumed, after),
-        compare_rows(f"(c) on {_RANKS} ranks: rows a step", found.reference, found.ranks, after),
+        compare_rows(f"(c) {_RANKS} ranks: rows a step", found.reference, found.ranks, after),
     ]
 
 
@@ -241,7 +241,7 @@ def run_demo(plan: Plan, console: Console) -> bool:
     """
     _empty(plan.out)
     if plan.skip_loader_state:
-        console.print("[yellow]The data's place is not restored (--skip-loader-state): the comparison should fail.[/]")
+        console.print("[yellow]--skip-loader-state: the data's place is not restored, so this should fail.[/]")
     found = _run_all(plan, console)
     passed = show_checks(console, _checks(plan, found))
     picture = plan.out / "losses.png"

@@ -22,6 +22,8 @@ Report = Callable[[str, int, int], None]
 """Called now and then while samples are made again: what, samples made, samples to make."""
 
 _CAPTURE_SHARE = 0.02
+_NEIGHBOURS = 3
+_TURNS_TO_FIX = 4
 
 
 @final
@@ -70,6 +72,11 @@ class Cursor:
         self._exhausted = start.ended
         self._pace = _Pace(rules.capture_every if not opening.exact else 1, start.turns)
 
+    @property
+    def place(self) -> int:
+        """The number of the sample that comes next in this epoch."""
+        return self._next
+
     def make(self, size: int) -> Made:
         """The next turn: up to ``size`` samples, or the end of the lane.
 
@@ -108,8 +115,9 @@ class Cursor:
                 if before != after or rules.resume == "trust":
                     made.capture = (self._next, before, after)
                 before = after
+        self._digest(made)
         if self._exhausted and (not made.samples or (rules.drop_last and len(made.samples) < size)):
-            made.samples, made.digests, made.capture = [], [], None
+            made.samples, made.digests, made.number, made.capture = [], [], 0, None
             made.ended, made.carry = True, self._opening.carry()
             self._start.carry = made.carry
         self._pace.note(perf_counter() - began, found=made.capture is not None)
@@ -129,9 +137,14 @@ class Cursor:
             return False
         self._opened_now = False
         made.samples.append(sample)
-        made.digests.append(digest(sample))
         self._next += 1
         return True
+
+    def _digest(self, made: Made) -> None:
+        """Digest the last sample; for some turns after a capture its neighbours too, which fix the anchor's place."""
+        made.number = len(made.samples)
+        tail = _NEIGHBOURS if self._pace.fixing else 1
+        made.digests = [digest(sample) for sample in made.samples[-tail:]]
 
     def _capture(self) -> str | None:
         began = perf_counter()
@@ -186,7 +199,7 @@ class Cursor:
         if first > start.delivered:
             return False
         self._enter(state)
-        made, told = Made(), perf_counter()
+        told = perf_counter()
         expected = self._expected()
         for sample in range(first, start.delivered):
             if sample != first:
@@ -196,23 +209,17 @@ class Cursor:
                     seed_globals(self._sample_key(sample))
             elif first and rules.resume == "trust":
                 seed_globals(self._batch_key(sample))
-            if not self._remake(made):
+            try:
+                again = next(self._iterator)  # type: ignore[arg-type]
+            except StopIteration:
                 return False
-            if sample in expected and made.digests[0] != expected[sample]:
+            if sample in expected and digest(again) != expected[sample]:
                 return False
             if (now := perf_counter()) - told > 0.2:
                 told = now
                 self._report(f"lane {self._lane}", sample - first, start.delivered - first)
         self._next = start.delivered
         self._opened_now = start.delivered == 0
-        return True
-
-    def _remake(self, made: Made) -> bool:
-        try:
-            sample = next(self._iterator)  # type: ignore[arg-type]
-        except StopIteration:
-            return False
-        made.digests = [digest(sample)]
         return True
 
     def _expected(self) -> dict[int, int]:
@@ -248,7 +255,8 @@ class Cursor:
 class _Pace:
     """How often to capture: as told, or so that it stays below 2 % of the time of making samples.
 
-    A state that did not change over one sample (a shard number, say) is looked for around each sample of a batch.
+    ``fixing`` counts down the turns in which neighbouring samples are digested. A state that did not change over one
+    sample (a shard number, say) is looked for around each sample of a batch.
     """
 
     def __init__(self, every: int | None, turns: int) -> None:
@@ -259,6 +267,7 @@ class _Pace:
         self._produced = 0.0
         self._planned = "none"
         self._coarse = False
+        self.fixing = 0
 
     def plan(self) -> str:
         """Capture around no sample of this turn (``none``), the ``last``, or ``each``."""
@@ -280,3 +289,4 @@ class _Pace:
             self._coarse = not found
             self._produced = 0.0
         self._spent = 0.0
+        self.fixing = _TURNS_TO_FIX if found else self.fixing - 1 if self.fixing else 0

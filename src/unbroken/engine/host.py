@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch.utils.data import default_collate, default_convert
 
@@ -16,13 +16,10 @@ from unbroken.engine.cursor import Cursor, Report, Rules
 from unbroken.engine.opening import Opening, StreamOpening, TorchOpening, lane_info, set_worker_info
 from unbroken.engine.wire import Encoded, RowLayout, collate, encode
 from unbroken.lanes import Lane
-from unbroken.ledger import digest
 from unbroken.position import LanePosition, Made
 from unbroken.seeding import key, seed_globals
 
-__all__ = ["Host", "MapTask", "Plan", "RowsTask", "TurnTask", "batch_digest"]
-
-_BATCH_SAMPLES = 64
+__all__ = ["Host", "MapTask", "Plan", "RowsTask", "TurnTask"]
 
 
 @final
@@ -45,8 +42,7 @@ class Plan:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class MapTask:
+class MapTask(NamedTuple):
     """Make one batch of a map-style dataset: ``indices`` (one, unbatched), whose first is sample ``place`` of
     ``epoch``.
 
@@ -58,19 +54,23 @@ class MapTask:
     stride: int
     indices: Any
 
+    def __str__(self) -> str:
+        return f"indices {_short(self.indices)} (from place {self.place} of epoch {self.epoch})"
+
 
 @final
-@dataclass(frozen=True, slots=True)
-class TurnTask:
+class TurnTask(NamedTuple):
     """Make the next turn of a lane: a batch of up to ``size`` samples."""
 
     lane: int
     size: int
 
+    def __str__(self) -> str:
+        return f"a batch of lane {self.lane}"
+
 
 @final
-@dataclass(frozen=True, slots=True)
-class RowsTask:
+class RowsTask(NamedTuple):
     """Make the next rows of some lanes of a stream: ``(lane, place in the batch)`` in the order of turns.
 
     ``layout`` is that of the rows seen so far, for a slot that holds ``rows`` of them.
@@ -79,6 +79,9 @@ class RowsTask:
     turns: tuple[tuple[int, int], ...]
     rows: int
     layout: RowLayout | None
+
+    def __str__(self) -> str:
+        return f"rows of the lanes {_short([lane for lane, _ in self.turns])}"
 
 
 @final
@@ -134,6 +137,12 @@ class Host:
         finally:
             set_worker_info(aside)
 
+    def where(self, task: Any) -> str:
+        """The place that a failed task had come to, for a message."""
+        if isinstance(task, TurnTask) and task.lane in self._cursors:
+            return f"lane {task.lane}, sample {self._cursors[task.lane].place}"
+        return str(task)
+
     def turn(self, task: TurnTask) -> Made:
         """The next turn of a lane."""
         return self._cursors[task.lane].make(task.size)
@@ -164,15 +173,13 @@ class Host:
             return self._plan.collate_fn(samples)
         return default_collate(samples) if self._plan.batched else default_convert(samples)  # type: ignore[no-untyped-call]
 
-    def encode(self, samples: Any) -> Encoded:
-        """The same batch, ready to be written to a slot: default collation is put off until then."""
-        if self._plan.collate_fn is None and self._plan.batched and isinstance(samples, list):
+    def encode(self, samples: Any, *, put_off: bool = True) -> Encoded:
+        """The same batch, ready to be written to a slot: default collation is put off until then, if it may be."""
+        if put_off and self._plan.collate_fn is None and self._plan.batched and isinstance(samples, list):
             return encode(collate(samples))
         return encode(self.collate(samples))
 
 
-def batch_digest(samples: Any) -> int:
-    """The digest of a map-style batch, of its samples before collation; of many, 64 spread evenly."""
-    if isinstance(samples, list) and len(samples) > _BATCH_SAMPLES:
-        samples = samples[:: -(-len(samples) // _BATCH_SAMPLES)]
-    return digest(samples)
+def _short(values: Any) -> str:
+    text = repr(values)
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(values)} of them)"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from unbroken.engine.engine import Engine, Reply
-from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask, batch_digest
+from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.progress import Remaking
 from unbroken.position import LanePosition
 from unbroken.seeding import put_back_globals, take_globals
@@ -54,9 +54,7 @@ class Inline(Engine):
 
     def _run(self, task: Any) -> Reply:
         if isinstance(task, MapTask):
-            samples = self._host.fetch(task)
-            digest = batch_digest(samples)
-            return Reply(digest, self._host.collate(samples))
+            return Reply(None, self._host.collate(self._host.fetch(task)))
         if isinstance(task, TurnTask):
             made = self._host.turn(task)
             if made.ended:

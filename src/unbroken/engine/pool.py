@@ -34,7 +34,7 @@ from unbroken.position import LanePosition
 __all__ = ["Pool", "SharedPlace"]
 
 _GRACE = 1.0
-_parent_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
+_parent_ends: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @final
@@ -47,6 +47,15 @@ class SharedPlace:
 
 
 @final
+@dataclass(slots=True)
+class _Pending:
+    """A task that a worker has: ``kept`` is the place it writes to, held until the answer comes."""
+
+    task: Any
+    kept: Slot | SharedPlace | None
+
+
+@final
 @dataclass(eq=False)
 class _Worker:
     number: int
@@ -54,7 +63,8 @@ class _Worker:
     connection: Connection
     sender: socket.socket
     watch: int
-    pending: dict[int, Any] = field(default_factory=dict)
+    pending: dict[int, _Pending] = field(default_factory=dict)
+    dead: bool = False
 
 
 @final
@@ -87,8 +97,9 @@ class Pool(Engine):
         ours, theirs = context.Pipe(duplex=True)
         by_fork = context.get_start_method() == "fork"
         main_thread = threading.current_thread() is threading.main_thread()
-        inherited = [*_parent_ends, ours] if by_fork else []
-        _parent_ends.add(ours)
+        sender = socket.fromfd(ours.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+        _parent_ends.update((ours, sender))
+        inherited = list(_parent_ends) if by_fork else []
         process = context.Process(
             target=main,
             args=(theirs, plan, number, os.getpid(), inherited, by_fork and main_thread),
@@ -98,13 +109,13 @@ class Pool(Engine):
         try:
             process.start()
         except BaseException:
+            sender.close()
             ours.close()
             raise
         finally:
             theirs.close()
         # A sentinel stays silent while a grandchild holds its pipe open; a pidfd does not.
         watch = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else process.sentinel
-        sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=ours.fileno())
         worker = _Worker(number, process, ours, sender, watch)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, (worker, False))
@@ -128,7 +139,7 @@ class Pool(Engine):
             slot, kept = (lease.slot, lease) if lease is not None else (None, None)
         else:
             slot = kept = self._ring.acquire()
-        worker.pending[self._ticket] = kept
+        worker.pending[self._ticket] = _Pending(task, kept)
         place = None if slot is None else (slot.arena, slot.offset, slot.size)
         self._send(worker, ("task", self._ticket, place, task))
         return self._ticket
@@ -190,13 +201,13 @@ class Pool(Engine):
         self._remaking.end()
         if message[0] == "failed":
             _, ticket, failure = message
-            self._release(worker.pending.pop(ticket))
+            self._release(worker.pending.pop(ticket).kept)
             if ticket >= self._first_ticket:
                 failure = failure or Failure(None, "the worker could not start")
                 self._replies[ticket] = ("failed", None, 0, b"", failure)
             return False
         _, ticket, where, nbytes, data, made = message
-        kept = worker.pending.pop(ticket)
+        kept = worker.pending.pop(ticket).kept
         place: Any = None
         if where == "memory":
             fd = reduction.recv_handle(worker.connection)
@@ -247,7 +258,10 @@ class Pool(Engine):
             self._send(worker, ("forget", arena))
 
     def _bury(self, worker: _Worker) -> None:
-        """A worker is dead: take what it still sent, then say how it ended."""
+        """A worker is dead: take what it still sent, then say how it ended, if anything was still asked of it."""
+        if not worker.dead:
+            worker.dead = True
+            self._selector.unregister(worker.watch)
         try:
             while worker.pending and worker.connection.poll(0):
                 pending = len(worker.pending)
@@ -257,7 +271,6 @@ class Pool(Engine):
         except (OSError, KeyError, ValueError):
             pass
         if not worker.pending:
-            self._selector.unregister(worker.watch)
             return
         worker.process.join(_GRACE)
         text = _death_text(worker)
@@ -277,19 +290,20 @@ def _death_text(worker: _Worker) -> str:
         name = signal.Signals(-code).name
         how = f"by signal {-code} ({name})"
         causes = {
-            "SIGKILL": "usually the kernel or the container ran out of memory: fewer workers, smaller batches or a smaller "
-            "prefetch_factor need less",
+            "SIGKILL": "usually the kernel or the container ran out of memory: fewer workers, smaller batches or a "
+            "smaller prefetch_factor need less",
             "SIGBUS": "usually memory or a mapped file ran out, or a file was truncated while it was read",
             "SIGSEGV": "a library crashed: num_workers=0 with faulthandler shows where",
         }
         cause = causes.get(name, "something sent it this signal")
-    tasks = len(worker.pending)
+    first = next(iter(worker.pending.values())).task
     return (
-        f"DataLoader worker {worker.number} (pid {worker.process.pid}) ended {how} with {tasks} batches still to "
-        "make.\n"
+        f"DataLoader worker {worker.number} (pid {worker.process.pid}) ended {how}, with {len(worker.pending)} "
+        "tasks not "
+        f"done; the first was {first}.\n"
         f"Likely cause: {cause}.\n"
-        "Nothing delivered is lost: state_dict() still gives the position after the last batch; a new iter() after "
-        "load_state_dict() goes on there."
+        "Nothing that was delivered is lost: state_dict() still gives the position after the last batch, and iter() "
+        "after load_state_dict() goes on there."
     )
 
 
@@ -298,7 +312,7 @@ def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector, owner: 
         return
     selector.close()
     for worker in workers:
-        worker.sender.detach()
+        worker.sender.close()
         worker.connection.close()  # an idle worker ends at once
     until = monotonic() + _GRACE
     for worker in workers:

@@ -55,7 +55,7 @@ class Encoded:
     nbytes: int
 
     def write(self, memory: Bytes) -> None:
-        """Copy (or stack) every part to its place."""
+        """Copy (or stack) every part to its place. Raises RuntimeError or ValueError where samples do not stack."""
         for offset, part in self.parts:
             if isinstance(part, _Stack):
                 part.write(memory, offset)
@@ -193,17 +193,19 @@ class _Stack:
 def collate(samples: list[Any]) -> Any:
     """As torch's ``default_collate``, with the stacking put off until ``Encoded.write``.
 
-    Only the plain types are handled here, in the way that torch's documentation describes; all else, and all that is
-    an error, is left to torch.
+    Only the plain types are handled here, in the way that torch's documentation describes; all else is left to torch.
+    Samples that do not stack (shapes that differ, say) show when they are written: ``write`` raises, and the caller
+    collates with torch, whose error or result is then the one that counts.
     """
     first = samples[0]
     kind = type(first)
     if kind is torch.Tensor:
-        if all(type(s) is torch.Tensor and _alike(first, s) for s in samples):
-            return _Stack(list(samples), first.dtype)
+        dtype = first.dtype
+        if _plain(first) and all(type(s) is torch.Tensor and s.dtype is dtype for s in samples):
+            return _Stack(list(samples), dtype)
     elif kind is np.ndarray:
         dtype = _FROM_NUMPY.get(first.dtype)
-        if dtype and all(type(s) is np.ndarray and s.dtype == first.dtype and s.shape == first.shape for s in samples):
+        if dtype and all(type(s) is np.ndarray and s.dtype == first.dtype for s in samples):
             return _Stack(list(samples), dtype)
     elif kind is dict:
         return {name: collate([s[name] for s in samples]) for name in first}
@@ -219,13 +221,11 @@ def _collate_field(field: tuple[Any, ...]) -> Any:
     return field if type(field[0]) in (str, bytes) else collate(list(field))
 
 
-def _alike(first: torch.Tensor, other: torch.Tensor) -> bool:
+def _plain(tensor: torch.Tensor) -> bool:
     return (
-        other.dtype is first.dtype
-        and other.shape == first.shape
-        and other.layout is torch.strided
-        and other.device.type == "cpu"
-        and not (other.requires_grad or other.is_quantized or other.is_nested)
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
     )
 
 
@@ -243,7 +243,7 @@ class RowLayout:
             return None
         fields = []
         for name, value in row.items():
-            plain = type(value) is np.ndarray or (type(value) is torch.Tensor and _alike(value, value))
+            plain = type(value) is np.ndarray or (type(value) is torch.Tensor and _plain(value))
             dtype = value.dtype if type(value) is torch.Tensor else _FROM_NUMPY.get(value.dtype) if plain else None
             if type(name) is not str or not plain or dtype is None or not value.nbytes:
                 return None

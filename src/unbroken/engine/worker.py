@@ -22,7 +22,7 @@ from typing import Any, final
 
 import torch
 
-from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask, batch_digest
+from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.ring import Bytes, create_memory, map_memory
 from unbroken.engine.wire import Encoded, RowLayout, encode
 from unbroken.errors import UnbrokenError, UnsendableBatch
@@ -167,15 +167,14 @@ class _Worker:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except (Exception, SystemExit) as error:
-            if isinstance(task, TurnTask):
-                where += f" (lane {task.lane})"
+            where += f" ({self._host.where(task)})" if self._host is not None else ""
             self._send("failed", ticket, Failure.of(error, where))
 
     def _batch(self, ticket: int, slot: tuple[int, int, int] | None, task: Any, host: Host) -> None:
         made: Any
         if isinstance(task, MapTask):
             samples = host.fetch(task)
-            made = batch_digest(samples)
+            made = None
         else:
             made = host.turn(task)
             if made.ended:
@@ -184,7 +183,10 @@ class _Worker:
             samples = made.samples if self._plan.batched else made.samples[0]
             made.samples = []
         encoded = _sendable(host.encode, samples)
-        self._deliver(ticket, slot, encoded, made)
+        try:
+            self._deliver(ticket, slot, encoded, made)
+        except (RuntimeError, ValueError):  # samples that do not stack: torch decides what comes of them
+            self._deliver(ticket, slot, _sendable(lambda s: host.encode(s, put_off=False), samples), made)
 
     def _deliver(self, ticket: int, slot: tuple[int, int, int] | None, encoded: Encoded, made: Any) -> None:
         """Write a batch to its slot, or to memory of its own where there is no slot large enough yet."""
@@ -212,7 +214,8 @@ class _Worker:
             try:
                 made = host.turn(TurnTask(lane, 1))
             except Exception as error:
-                failure = Failure.of(error, f"in DataLoader worker process {self._number} (lane {lane})")
+                spot = host.where(TurnTask(lane, 1))
+                failure = Failure.of(error, f"in DataLoader worker process {self._number} ({spot})")
                 break
             at: int | None = None
             if not made.ended:

@@ -21,7 +21,7 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 _NO_LABEL = -100
 _NO_DOCUMENT = -1
 # Rows are cut from blocks of at least this many tokens, so that short rows cost no call each.
-_BLOCK_TOKENS = 1 << 12
+_BLOCK_TOKENS = 1 << 11
 # One anchor for so many documents: a resume makes fewer again.
 _DOCUMENTS_PER_ANCHOR = 8
 
@@ -160,7 +160,7 @@ class _PackIterator(StageIterator):
     def _make(self) -> Tokens:
         document = _tokens_of(next(self._source), self._source)
         self._next += 1
-        if self._next % _DOCUMENTS_PER_ANCHOR == 0:
+        if not self._next % _DOCUMENTS_PER_ANCHOR:
             self._anchors.append((self._next, self._source.state_dict()))
         return document
 
@@ -203,7 +203,9 @@ def _number_of(anchor: tuple[int, dict[str, Any]]) -> int:
 
 
 def _tokens_of(row: Any, source: StageIterator) -> Tokens:
-    ids = row.get("input_ids") if isinstance(row, Mapping) else None
+    ids = row.get("input_ids") if type(row) is dict or isinstance(row, Mapping) else None
+    if type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":
+        return ids
     tokens: Tokens = np.asarray(ids)
     if ids is not None and tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size):
         return tokens

@@ -25,11 +25,11 @@ class Shuffle(Stage):
     holds ``ceil(window / lanes)`` rows, fills them, permutes them, yields them all and fills again, so that a row
     moves by less than two windows. The permutation of a window is keyed by (seed, epoch, lane, its number).
 
-    ``seed`` is a whole number of at least 0; ``None`` takes the loader's. Where several shuffles stand in one stream,
+    ``seed`` is a whole number of 64 bits; ``None`` takes the loader's. Where several shuffles stand in one stream,
     the one next to the files orders the chunks.
 
-    Raises ``TypeError`` and ``ValueError`` where ``window`` is no whole number of at least 1, or ``seed`` none of at
-    least 0.
+    Raises ``TypeError`` and ``ValueError`` where ``window`` is no whole number of at least 1, or ``seed`` none of 64
+    bits.
     """
 
     NAME: ClassVar[str] = "shuffle"
@@ -42,7 +42,7 @@ class Shuffle(Stage):
     def __post_init__(self) -> None:
         check_whole("shuffle", "window", self.window, 1)
         if self.seed is not None:
-            check_whole("shuffle", "seed", self.seed, 0)
+            check_whole("shuffle", "seed", self.seed, 0, (1 << 64) - 1)
 
     @property
     def sources(self) -> tuple[Stage, ...]:

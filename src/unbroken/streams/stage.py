@@ -219,12 +219,14 @@ class _Isolated(StageIterator):
         return self._rows.where()
 
 
-def check_whole(stage: str, name: str, value: Any, least: int) -> None:
-    """Raises ``TypeError`` where an argument is no whole number, ``ValueError`` where it is below ``least``."""
+def check_whole(stage: str, name: str, value: Any, least: int, most: int = (1 << 63) - 1) -> None:
+    """Raises ``TypeError`` where an argument is no whole number, ``ValueError`` where it is out of range."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{stage}: {name} must be a whole number, but got {value!r} ({type(value).__name__}).")
     if value < least:
         raise ValueError(f"{stage}: {name} must be at least {least}, but got {value}.")
+    if value > most:
+        raise ValueError(f"{stage}: {name} must be at most {most}, but got {value}.")
 
 
 def check_function(stage: str, fn: Any) -> None:

@@ -158,7 +158,7 @@ class _TokenizeIterator(StageIterator):
 
     def _text_of(self, row: Any) -> str:
         name = self._stage.text
-        text = row.get(name) if isinstance(row, Mapping) else None
+        text = row.get(name) if type(row) is dict or isinstance(row, Mapping) else None
         if isinstance(text, str):
             return text
         if not isinstance(row, Mapping):
@@ -256,14 +256,14 @@ def _digest_of(tokenizer: Any) -> str:
 def _encoder(tokenizer: Any, stage: Tokenize) -> Encode:
     special = stage.add_special_tokens
     if isinstance(tokenizer, Tokenizer):
-        tail = array("I", stage.tail)
+        tail = list(stage.tail)
 
         def encode_batch(texts: list[str]) -> list[Ids]:
+            found = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
+            for ids in found:
+                ids += tail
             # array("I") takes a list twice as fast as numpy does, and its ids fit int32.
-            return [
-                np.frombuffer(ids, np.int32) if (ids := array("I", encoding.ids) + tail) else _NOTHING
-                for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-            ]
+            return [np.frombuffer(array("I", ids), np.int32) if ids else _NOTHING for ids in found]
 
         return encode_batch
     call = getattr(tokenizer, "encode", tokenizer)

@@ -34,7 +34,7 @@ def read_jsonl(
     and CRLF are passed over; the last line needs no newline.
 
     Only sizes are read here. Plain files are cut into byte ranges and dealt to lanes; a compressed file is one chunk,
-    and is unpacked again from its start on a resume.
+    so that no more lanes have rows than there are such files, and it is unpacked again from its start on a resume.
 
     Raises ``FileNotFoundError``, ``IsADirectoryError``, ``TypeError`` and ``ValueError`` as their messages say. The
     iterator raises ``BadRow`` where a line is no JSON or no UTF-8, or a file cannot be unpacked or has changed; its
