@@ -33,7 +33,7 @@ LAYERS = [
     {"__main__", "cli"},
 ]
 ENGINE_LAYERS = [
-    {"copies", "engine", "opening", "pinning", "progress", "ring"},
+    {"channel", "copies", "engine", "opening", "pinning", "progress", "ring"},
     {"cursor", "wire"},
     {"custom", "host"},
     {"worker"},

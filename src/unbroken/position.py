@@ -17,6 +17,8 @@ from unbroken.ledger import fold
 
 __all__ = ["Anchor", "LanePosition", "LanesPosition", "Made", "MapPosition", "Position"]
 
+_WITNESSES = 8
+
 
 @final
 @dataclass(slots=True)
@@ -180,10 +182,11 @@ class LanePosition:
         anchor = "null"
         if (a := self.anchor) is not None:
             before, after = a.before or "null", a.after or "null"
-            witnesses = ",".join(map(str, a.witnesses[-8:]))
+            kept = a.witnesses[-_WITNESSES:]  # the neighbours that differ came last
+            first = a.first_witness + len(a.witnesses) - len(kept)
             anchor = (
-                f'{{"at":{a.at},"before":{before},"after":{after},"first_witness":{a.first_witness + max(0, len(a.witnesses) - 8)},'
-                f'"witnesses":[{witnesses}]}}'
+                f'{{"at":{a.at},"before":{before},"after":{after},'
+                f'"first_witness":{first},"witnesses":[{",".join(map(str, kept))}]}}'
             )
         sizes = ",".join(f"[{first},{size}]" for first, size in self.sizes)
         return (
@@ -342,7 +345,8 @@ class MapPosition(Position):
     def leaf(self) -> str:
         sampler = "null" if self.sampler is None else orjson.dumps(self.sampler).decode()
         return (
-            f'{{"step":{self.step},"run":{_json(self.run)},"epoch":{self.epoch},"rows":{self.rows},"ledger":{self.ledger},'
+            f'{{"step":{self.step},"run":{_json(self.run)},"epoch":{self.epoch},"rows":{self.rows},'
+            f'"ledger":{self.ledger},'
             f'"epochs":{orjson.dumps(self.epochs).decode()},"sampler":{sampler},"cursor":{{{self.cursor.to_json()}}}}}'
         )
 

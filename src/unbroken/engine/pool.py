@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
-import select
 import selectors
 import signal
-import socket
-import struct
 import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, final
 
+from unbroken.engine.channel import Channel
 from unbroken.engine.engine import Engine, Reply
 from unbroken.engine.host import Plan, RowsTask
 from unbroken.engine.progress import Remaking
@@ -34,7 +29,7 @@ from unbroken.position import LanePosition
 __all__ = ["Pool", "SharedPlace"]
 
 _GRACE = 1.0
-_parent_ends: weakref.WeakSet[Any] = weakref.WeakSet()
+_our_ends: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 @final
@@ -60,8 +55,7 @@ class _Pending:
 class _Worker:
     number: int
     process: Any
-    connection: Connection
-    sender: socket.socket
+    channel: Channel
     watch: int
     pending: dict[int, _Pending] = field(default_factory=dict)
     dead: bool = False
@@ -94,12 +88,11 @@ class Pool(Engine):
             raise
 
     def _start(self, plan: Plan, context: Any, number: int) -> None:
-        ours, theirs = context.Pipe(duplex=True)
+        ours, theirs = Channel.pair()
         by_fork = context.get_start_method() == "fork"
         main_thread = threading.current_thread() is threading.main_thread()
-        sender = socket.fromfd(ours.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
-        _parent_ends.update((ours, sender))
-        inherited = list(_parent_ends) if by_fork else []
+        _our_ends.add(ours)
+        inherited = list(_our_ends) if by_fork else []
         process = context.Process(
             target=main,
             args=(theirs, plan, number, os.getpid(), inherited, by_fork and main_thread),
@@ -109,14 +102,13 @@ class Pool(Engine):
         try:
             process.start()
         except BaseException:
-            sender.close()
             ours.close()
             raise
         finally:
             theirs.close()
         # A sentinel stays silent while a grandchild holds its pipe open; a pidfd does not.
         watch = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else process.sentinel
-        worker = _Worker(number, process, ours, sender, watch)
+        worker = _Worker(number, process, ours, watch)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, (worker, False))
         self._selector.register(watch, selectors.EVENT_READ, (worker, True))
@@ -191,10 +183,16 @@ class Pool(Engine):
 
     def _read(self, worker: _Worker) -> bool:
         try:
-            message = pickle.loads(worker.connection.recv_bytes())
+            messages = worker.channel.receive()
         except (EOFError, ConnectionResetError):
-            self._selector.unregister(worker.connection)  # it has ended; the watch tells when and how
+            self._selector.unregister(worker.channel)  # it has ended; the watch tells when and how
             return False
+        told = False
+        for message in messages:
+            told |= self._take(worker, message)
+        return told
+
+    def _take(self, worker: _Worker, message: Any) -> bool:
         if message[0] == "progress":
             self._remaking.report(*message[1])
             return True
@@ -210,7 +208,7 @@ class Pool(Engine):
         kept = worker.pending.pop(ticket).kept
         place: Any = None
         if where == "memory":
-            fd = reduction.recv_handle(worker.connection)
+            fd = worker.channel.take_descriptor()
             try:
                 place = map_memory(fd, nbytes)
             finally:
@@ -230,19 +228,9 @@ class Pool(Engine):
         if isinstance(kept, Slot):
             self._ring.give_back(kept)
 
-    def _send(self, worker: _Worker, message: Any) -> None:
-        """Send a message, framed as ``Connection.recv_bytes`` reads it, without ever waiting on a worker that waits
-        on us.
-        """
-        payload = pickle.dumps(message, 5)
-        view = memoryview(struct.pack("!i", len(payload)) + payload)
+    def _send(self, worker: _Worker, message: Any, descriptor: int | None = None) -> None:
         try:
-            while view:
-                try:
-                    view = view[worker.sender.send(view, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:
-                    if select.select([worker.connection], [worker.connection], [])[0]:
-                        self._read(worker)
+            worker.channel.send(message, descriptor, when_full=lambda: self._read(worker))
         except OSError:
             if not self._close.alive:
                 raise WorkerDied("The worker processes of this iterator have been shut down.") from None
@@ -250,8 +238,7 @@ class Pool(Engine):
 
     def _announce(self, arena: int, fd: int, size: int) -> None:
         for worker in self._workers:
-            self._send(worker, ("arena", arena, size))
-            reduction.send_handle(worker.connection, fd, worker.process.pid)
+            self._send(worker, ("arena", arena, size), fd)
 
     def _retract(self, arena: int) -> None:
         for worker in self._workers:
@@ -263,12 +250,10 @@ class Pool(Engine):
             worker.dead = True
             self._selector.unregister(worker.watch)
         try:
-            while worker.pending and worker.connection.poll(0):
-                pending = len(worker.pending)
-                self._read(worker)
-                if len(worker.pending) == pending:
-                    break
-        except (OSError, KeyError, ValueError):
+            while worker.pending:
+                for message in worker.channel.receive(wait=False):
+                    self._take(worker, message)
+        except (EOFError, OSError):
             pass
         if not worker.pending:
             return
@@ -312,8 +297,7 @@ def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector, owner: 
         return
     selector.close()
     for worker in workers:
-        worker.sender.close()
-        worker.connection.close()  # an idle worker ends at once
+        worker.channel.close()  # an idle worker ends at once
     until = monotonic() + _GRACE
     for worker in workers:
         worker.process.join(max(0.0, until - monotonic()))

@@ -16,12 +16,11 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any, final
 
 import torch
 
+from unbroken.engine.channel import Channel
 from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.ring import Bytes, create_memory, map_memory
 from unbroken.engine.wire import Encoded, RowLayout, encode
@@ -71,23 +70,24 @@ class _Text(str):
         return str(self)
 
 
-def main(
-    connection: Connection, plan: Plan, number: int, parent: int, inherited: list[Connection], by_fork: bool
-) -> None:
-    """A worker process: tasks in, batches out, until the connection closes or the parent is gone."""
+def main(channel: Channel, plan: Plan, number: int, parent: int, inherited: list[Channel], by_fork: bool) -> None:
+    """A worker process: tasks in, batches out, until the channel closes or the parent is gone.
+
+    ``inherited`` are the ends of channels that a fork brought along, and that are not this process's to hold.
+    """
     for other in inherited:
         other.close()
     _end_with(parent, by_fork)
     for name in (signal.SIGINT, signal.SIGTERM):
-        # Signals to the process group are the consumer's to handle. A handler, unlike SIG_IGN, is not inherited by exec.
+        # Signals to the group are the consumer's to handle. A handler, unlike SIG_IGN, is not inherited by exec.
         signal.signal(name, lambda *_: None)
     torch.set_num_threads(1)
     try:
-        _Worker(connection, plan, number).run()
+        _Worker(channel, plan, number).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the consumer closed its end: nothing more to do
     finally:
-        connection.close()
+        channel.close()
 
 
 def _end_with(parent: int, by_fork: bool) -> None:
@@ -113,8 +113,8 @@ def _watch(parent: int) -> None:
 
 @final
 class _Worker:
-    def __init__(self, connection: Connection, plan: Plan, number: int) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel, plan: Plan, number: int) -> None:
+        self._channel = channel
         self._plan = plan
         self._number = number
         self._arenas: dict[int, Bytes] = {}
@@ -127,17 +127,17 @@ class _Worker:
         except Exception as error:
             self._broken = Failure.of(error, f"in DataLoader worker process {self._number}")
         while True:
-            message = pickle.loads(self._connection.recv_bytes())
-            getattr(self, f"_on_{message[0]}")(*message[1:])
+            for message in self._channel.receive():
+                getattr(self, f"_on_{message[0]}")(*message[1:])
 
     def _report(self, what: str, done: int, total: int) -> None:
         self._send("progress", (what, done, total))
 
     def _send(self, kind: str, *rest: Any) -> None:
-        self._connection.send_bytes(pickle.dumps((kind, *rest), 5))
+        self._channel.send((kind, *rest))
 
     def _on_arena(self, arena: int, size: int) -> None:
-        fd = reduction.recv_handle(self._connection)
+        fd = self._channel.take_descriptor()
         try:
             self._arenas[arena] = map_memory(fd, size)
         finally:
@@ -200,8 +200,7 @@ class _Worker:
         try:
             memory = map_memory(fd, encoded.nbytes)
             encoded.write(memory)
-            self._send("done", ticket, "memory", encoded.nbytes, encoded.data, made)
-            reduction.send_handle(self._connection, fd, os.getppid())
+            self._channel.send(("done", ticket, "memory", encoded.nbytes, encoded.data, made), fd)
         finally:
             os.close(fd)
 

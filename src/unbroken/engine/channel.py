@@ -1,0 +1,97 @@
+"""Messages between a worker and the consumer: one pair of sockets a worker, with descriptors passed beside the bytes.
+
+A message is four bytes of length (big-endian) and a pickle. Several arrive in one read, and neither end ever waits on
+an end that waits on it: a sender that finds the way full takes in what has come first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+__all__ = ["Channel"]
+
+_LENGTH = struct.Struct("!I")
+_READ = 1 << 15
+_RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+@final
+class Channel:
+    """One end. It can be given to a process that is being started, by any start method."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._bytes = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    @staticmethod
+    def pair() -> tuple[Channel, Channel]:
+        """Two connected ends."""
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return Channel(one), Channel(other)
+
+    def __reduce__(self) -> tuple[type[Channel], tuple[socket.socket]]:
+        return Channel, (self._end,)
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, message: Any, descriptor: int | None = None, when_full: Callable[[], Any] | None = None) -> None:
+        """Send a message, and a descriptor with it.
+
+        ``when_full`` is called where the way is full and something has come meanwhile, to take it in.
+        Raises ``OSError`` where the other end is gone.
+        """
+        payload = pickle.dumps(message, 5)
+        view = memoryview(_LENGTH.pack(len(payload)) + payload)
+        if descriptor is not None:
+            view = view[socket.send_fds(self._end, [view[:1]], [descriptor]) :]
+        while view:
+            try:
+                view = view[self._end.send(view, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                readable, _, _ = select.select([self._end] if when_full is not None else [], [self._end], [])
+                if readable and when_full is not None:
+                    when_full()
+
+    def receive(self, *, wait: bool = True) -> list[Any]:
+        """Wait for bytes, and return the messages that are complete, none perhaps.
+
+        Raises ``EOFError`` at the end, and ``BlockingIOError`` where nothing has come and ``wait`` is False.
+        """
+        flags = _RECEIVE_FLAGS if wait else _RECEIVE_FLAGS | socket.MSG_DONTWAIT
+        data, descriptors, _, _ = socket.recv_fds(self._end, _READ, 4, flags)
+        if not data:
+            raise EOFError
+        self._descriptors.extend(descriptors)
+        self._bytes += data
+        messages, start = [], 0
+        while len(self._bytes) - start >= 4:
+            (length,) = _LENGTH.unpack_from(self._bytes, start)
+            if len(self._bytes) - start - 4 < length:
+                break
+            with memoryview(self._bytes) as view:
+                messages.append(pickle.loads(view[start + 4 : start + 4 + length]))
+            start += 4 + length
+        del self._bytes[:start]
+        return messages
+
+    def take_descriptor(self) -> int:
+        """The descriptor that came with the message just read; the caller closes it."""
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        """Close this end; may be called again."""
+        for descriptor in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._descriptors.clear()
+        self._end.close()
