@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,21 +92,19 @@ def at_most(repeats: Repeats, limit: float, unit: str, ours: str = OURS) -> Goal
     return Goal(f"at most {limit:g} {unit}", medians(repeats)[ours], limit, unit)
 
 
-def interleaved(contenders: Mapping[str, Callable[[], Any]], repeats: int, *, warm_up: bool = True) -> dict[str, Any]:
+def interleaved(contenders: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[Any]]:
     """What each contender returned in each repeat: A B C A B C ..., so that a slow minute hits all alike.
 
-    ``warm_up`` runs each once before, uncounted: imports, caches of the allocator, files in memory.
+    Each runs once before, uncounted: imports, caches of the allocator, files in memory. Garbage of one is not collected
+    in the time of the next.
     """
-    if warm_up:
-        for run in contenders.values():
-            run()
-            no_processes_left()
     results: dict[str, list[Any]] = {name: [] for name in contenders}
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         for name, run in contenders.items():
+            gc.collect()
             results[name].append(run())
             no_processes_left()
-    return results
+    return {name: found[1:] for name, found in results.items()}
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +19,8 @@ from benchmarks.peers import LOADERS
 
 Make = Callable[[], Any]
 ROWS, PEERS_ROWS = 10**9, 10**6
-FRESH = ", fresh start"
+FRESH = "fresh start"
+SHORT_MS = 50
 
 
 def positions_at(make: Make, places: Iterable[int]) -> dict[int, Any]:
@@ -33,7 +35,17 @@ def positions_at(make: Make, places: Iterable[int]) -> dict[int, Any]:
 
 
 def first_batch(make: Make, state: Any = None) -> float:
-    """Milliseconds to the first batch, from a state or from the start."""
+    """Milliseconds to the first batch, from a state or from the start.
+
+    A short one is taken several times in a row: that another contender left the caches cold is not what is compared.
+    """
+    times = [_first_batch(make, state)]
+    while len(times) < 5 and times[0] < SHORT_MS:
+        times.append(_first_batch(make, state))
+    return median(times)
+
+
+def _first_batch(make: Make, state: Any) -> float:
     began = perf_counter()
     loader = make()
     if state is not None:
@@ -45,24 +57,31 @@ def first_batch(make: Make, state: Any = None) -> float:
 
 
 def at_places(
-    what: str, makers: dict[str, Make], states: dict[str, dict[Any, Any]], settings: Settings, *, goal: bool = True
+    what: str,
+    makers: dict[str, Make],
+    states: dict[str, dict[Any, Any]],
+    settings: Settings,
+    *,
+    repeats: int = 5,
+    goal: bool = True,
 ) -> list[Line]:
     """A line for each place of ours, and theirs where a state of them is at hand; the fresh starts are shared."""
     runs: dict[str, Callable[[], float]] = {}
     for name, make in makers.items():
-        runs[name + FRESH] = lambda make=make: first_batch(make)
+        runs[f"{name} {FRESH}"] = lambda make=make: first_batch(make)
         for place, state in states[name].items():
             runs[f"{name} {place}"] = lambda make=make, state=state: first_batch(make, state)
-    times = interleaved(runs, settings.repeats())
+    times = interleaved(runs, settings.repeats(repeats))
     lines = []
     for place in states[OURS]:
-        repeats: Repeats = {}
+        found: Repeats = {}
         for name in makers:
             if place in states[name]:
-                repeats |= {name: times[f"{name} {place}"], name + FRESH: times[name + FRESH]}
-        goals = (at_most_times(repeats, 1.5, OURS + FRESH),) if goal else ()
+                beside = FRESH if name == OURS else f"{name} {FRESH}"
+                found |= {name: times[f"{name} {place}"], beside: times[f"{name} {FRESH}"]}
+        goals = (at_most_times(found, 1.5, FRESH),) if goal else ()
         where = f"{place:,} batches" if isinstance(place, int) else place
-        lines.append(Line(f"first batch after a resume, {what}: {where}", "ms", repeats, goals))
+        lines.append(Line(f"resume, {what}: {where}", "ms", found, goals))
     return lines
 
 
@@ -112,7 +131,7 @@ def stateless(settings: Settings) -> list[Line]:
     }
     places = (100, 1000) if settings.quick else (1000, 10_000)
     states = {name: positions_at(make, places) for name, make in makers.items()}
-    return at_places("stateless iterable (replayed), 1 worker", makers, states, settings, goal=False)
+    return at_places("stateless iterable (replayed), 1 worker", makers, states, settings, repeats=3, goal=False)
 
 
 def text(settings: Settings) -> list[Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -19,7 +20,10 @@ def measure(name: str, settings: Settings) -> list[Line]:
 
 
 def _run(name: str, settings: Settings) -> list[Line]:
-    # torchdata calls what torch has since deprecated.
+    # A spawned process would spawn the workers of loaders too; they are to start as they do by default.
+    multiprocessing.set_start_method(None, force=True)
+    # torchdata calls what torch has since deprecated, and says at each resume that it replays.
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+    logging.getLogger("torchdata").setLevel(logging.ERROR)
     lines: list[Line] = importlib.import_module(f"benchmarks.{name}").run(settings)
     return lines

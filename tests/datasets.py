@@ -639,6 +639,13 @@ class FetchedTogether(Augmented):
         raise AssertionError("__getitems__ was there to be called")
 
 
+class AskedForBatches(Numbers):
+    """Its index is a list: a whole batch."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(index)
+
+
 class Pair(NamedTuple):
     image: Any
     label: Any

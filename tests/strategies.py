@@ -59,9 +59,10 @@ REFUSED_OR_EXACT: dict[str, Callable[[int], Any]] = {
 }
 ITERABLE = EXACT | REFUSED_OR_EXACT
 
+TOGETHER = partial(ds.FetchedTogether, source="numpy")
 MAP_STYLE: dict[str, Callable[[int], Any]] = {
     "numbers": ds.Numbers,
-    "fetched together": partial(ds.FetchedTogether, source="numpy"),
+    "fetched together": TOGETHER,
     **{f"augmented, {s}": partial(ds.Augmented, source=s) for s in ds.DRAWS},
     **{f"shaped, {s}": partial(ds.Shaped, shape=s) for s in ds.SHAPES},
 }
@@ -84,7 +85,6 @@ SAMPLERS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "torch's batches": lambda d, b: {"batch_sampler": BatchSampler(RandomSampler(d), b, False)},
     "batches with state": lambda d, b: {"batch_sampler": ds.BatchesWithState(len(d))},
     "batches without state": lambda d, b: {"batch_sampler": ds.BatchesWithoutState(len(d))},
-    "batch sampler as sampler": lambda d, b: {"batch_size": None, "sampler": ds.BatchesWithState(len(d))},
     "one row at a time": lambda d, b: {"batch_size": None, "shuffle": True},
 }
 
@@ -135,13 +135,16 @@ def iterable_setups(draw: st.DrawFn, kind: str | None = None, several_lanes: boo
 def map_style_setups(draw: st.DrawFn, sampler: str | None = None) -> tuple[str, Setup]:
     """The name of a sampler, and a loader over a map-style dataset in its order."""
     name = sampler or draw(st.sampled_from(sorted(SAMPLERS)))
-    make_dataset = MAP_STYLE[draw(st.sampled_from(sorted(MAP_STYLE)))]
+    kinds = sorted(MAP_STYLE.keys() - ({"fetched together"} if name == "one row at a time" else set()))
+    make_dataset = MAP_STYLE[draw(st.sampled_from(kinds))]
     arguments = {
-        "seed_by": draw(st.sampled_from(["batch", "sample"])),
+        "seed_by": draw(st.sampled_from(["batch", "sample"])) if make_dataset is not TOGETHER else "batch",
         **{key: draw(values) for key, values in SEEDED.items()},
     }
+    if name == "shuffle, generator":
+        arguments["seed"] = None  # one or the other
     if name not in {"torch's batches", "batches with state", "batches without state", "one row at a time"}:
-        arguments["drop_last"] = draw(st.booleans()) and name != "batch sampler as sampler"
+        arguments["drop_last"] = draw(st.booleans())
     return name, Setup(make_dataset, draw(st.integers(2, 30)), arguments, name, draw(st.integers(1, 5)))
 
 

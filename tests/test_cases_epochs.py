@@ -14,6 +14,9 @@ from unbroken import StatefulDataLoader
 from unbroken.errors import UnbrokenError
 from unbroken.testing import Point, assert_resumes_exactly
 
+# torch's advice on a machine with few cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
 AT_AN_END = [
     Point(0, 5),  # the last batch, inside the loop
     Point(1, -1),  # after StopIteration

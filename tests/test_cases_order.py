@@ -47,13 +47,12 @@ def test_a_shuffled_epoch_goes_on_under_another_global_seed(order: str, num_work
 
 SCRIPT = """
 import json, sys, torch
-from tests.datasets import Numbers
-from tests.test_cases_order import ORDERS
 from unbroken import StatefulDataLoader
 
 order, seed, k, state = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.manual_seed(seed)
-loader = StatefulDataLoader(Numbers(17), batch_size=3, shuffle=True, **ORDERS[order]())
+generator = torch.Generator().manual_seed(seed) if order == "generator" else None
+loader = StatefulDataLoader(range(17), batch_size=3, shuffle=True, generator=generator)
 if state:
     loader.load_state_dict(json.loads(state))
 batches = []
@@ -166,6 +165,17 @@ def test_seeded_by_sample_the_numbers_do_not_depend_on_the_batch_size_or_ranks()
     assert sorted(ranks[0] + ranks[1]) == sorted(alone)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_seeded_by_sample_a_dataset_may_be_asked_for_many_rows_at_once(num_workers: int) -> None:
+    """Case 17: ``__getitems__``, the only door of some datasets, is used there too."""
+
+    def make_loader() -> StatefulDataLoader:
+        dataset = ds.FetchedTogether(12)
+        return StatefulDataLoader(dataset, batch_size=3, seed_by="sample", seed=1, num_workers=num_workers)
+
+    assert_resumes_exactly(make_loader, restore_points=[2], epochs=1)
+
+
 # Case 18
 
 
@@ -234,6 +244,18 @@ def test_every_sampler_goes_on_from_its_place(sampler: str, num_workers: int) ->
 
     few = [Point(0, 0), Point(0, 1), [Point(0, 2), Point(1, 1)], Point(1, -1)]
     assert_resumes_exactly(make_loader, epochs=2, restore_points=few if num_workers else None)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("batches", [ds.BatchesWithState, ds.BatchesWithoutState])
+def test_a_sampler_of_batches_goes_on_from_its_place(batches: Any, num_workers: int) -> None:
+    """Case 19: torch's way to ask a dataset for whole batches, ``batch_size=None`` and a sampler of lists."""
+
+    def make_loader() -> StatefulDataLoader:
+        return StatefulDataLoader(ds.AskedForBatches(20), batch_size=None, sampler=batches(20), num_workers=num_workers)
+
+    assert [len(batch) for batch in make_loader()] == [1, 3, 2, 1, 3, 2, 1, 3, 2, 1, 1]
+    assert_resumes_exactly(make_loader, restore_points=[0, 1, 2, [3, 5], 11, 12], epochs=2)
 
 
 def test_a_sampler_that_cannot_be_made_again_is_refused() -> None:

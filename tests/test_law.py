@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from tests import strategies as draws
@@ -17,6 +17,9 @@ from tests.datasets import Numbers, WellBehaved
 from unbroken import StatefulDataLoader
 from unbroken.errors import InexactDataset
 from unbroken.testing import Point, assert_resumes_exactly
+
+# An example with processes takes too long to be made smaller.
+AS_FOUND = (Phase.explicit, Phase.reuse, Phase.generate)
 
 # What is told about slow resumes and repeated data has tests of its own.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -42,7 +45,7 @@ def test_an_iterable_dataset_is_exact_in_one_process(kind: str, data: st.DataObj
     hold(setup, kind in draws.REFUSED_OR_EXACT, [{}], data.draw(draws.chains()))
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, phases=AS_FOUND)
 @given(data=st.data())
 def test_an_iterable_dataset_is_exact_on_worker_processes(data: st.DataObject) -> None:
     kind, setup = data.draw(draws.iterable_setups())
@@ -58,7 +61,7 @@ def test_a_map_style_dataset_is_exact_in_one_process(sampler: str, data: st.Data
     hold(setup, False, [{}], data.draw(draws.chains()))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, phases=AS_FOUND)
 @given(data=st.data())
 def test_a_map_style_dataset_is_exact_on_worker_processes(data: st.DataObject) -> None:
     _, setup = data.draw(draws.map_style_setups())
@@ -117,7 +120,7 @@ def test_a_wide_sweep_in_one_process(data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(max_examples=400)
+@settings(max_examples=400, phases=AS_FOUND)
 @given(data=st.data())
 def test_a_wide_sweep_on_worker_processes(data: st.DataObject) -> None:
     kind, setup = data.draw(st.one_of(draws.iterable_setups(), draws.map_style_setups()))

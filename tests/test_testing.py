@@ -329,7 +329,6 @@ class Peer:
 IN_ONE_EPOCH = [Point(0, 1), Point(0, 2), [Point(0, 1), Point(0, 2), Point(0, 4)]]
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dataset", [datasets.WellBehaved, datasets.StateOnIterator])
 def test_another_loader_passes_where_it_is_exact(dataset: Any, num_workers: int) -> None:
@@ -339,7 +338,6 @@ def test_another_loader_passes_where_it_is_exact(dataset: Any, num_workers: int)
     assert_resumes_exactly(make_loader, epochs=0, restore_points=IN_ONE_EPOCH)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("dataset", [datasets.Late, datasets.CoarseEntering, datasets.DocumentAhead])
 def test_another_loader_is_caught_where_it_is_not_exact(dataset: Any) -> None:
     with pytest.raises(NotExact):

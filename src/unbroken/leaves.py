@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import orjson
@@ -46,11 +47,15 @@ class Leaves:
     def _of_rank(self) -> str:
         return f"rank-{self.rank:04d}"
 
-    def write(self, position: Position) -> dict[str, str]:
-        """Every leaf of this rank, and the header."""
+    @cached_property
+    def _header(self) -> str:
         lanes = self.lanes if self.kind != "map" else None
         header = {"version": VERSION, "kind": self.kind, "lanes": lanes, "fingerprint": self.fingerprint}
-        state = {HEADER: orjson.dumps(header).decode()}
+        return orjson.dumps(header).decode()
+
+    def write(self, position: Position) -> dict[str, str]:
+        """Every leaf of this rank, and the header."""
+        state = {HEADER: self._header}
         if isinstance(position, MapPosition):
             state["place" if self.shared else self._of_rank] = position.leaf()
         elif isinstance(position, LanesPosition) and self.shared:
@@ -123,7 +128,7 @@ class Leaves:
         lanes = leaf.get("lanes")
         if not isinstance(lanes, list) or not lanes or not all(isinstance(lane, dict) for lane in lanes):
             raise InvalidState(f"The leaf {name!r} of this position has no lanes: it was cut short or changed.")
-        position = LanesPosition.from_leaves([(0, name, {**leaf, **lanes[0]})], exact=self.trusted)
+        position = LanesPosition.from_leaves([(0, name, {**leaf, "lane": lanes[0]})], exact=self.trusted)
         position.lanes = {number: LanePosition.from_json(lane, name, self.trusted) for number, lane in enumerate(lanes)}
         return position
 
@@ -140,7 +145,8 @@ def _check_one_run(leaves: Mapping[str, Mapping[str, Any]]) -> None:
     steps: dict[Any, str] = {}
     for name, leaf in leaves.items():
         # A rank whose lanes have all ended stands still while the others go on.
-        if not leaf.get("ended") and leaf.get("delivered"):
+        lane = leaf.get("lane") or {}
+        if not lane.get("ended") and lane.get("delivered"):
             steps.setdefault(leaf.get("step"), name)
     if len(steps) > 1:
         found = ", ".join(f"{name} at step {step}" for step, name in list(steps.items())[:4])

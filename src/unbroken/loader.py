@@ -109,8 +109,9 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._options = check_options(given)
         self._settle_order(given)
         self._position = self._new_position()
+        self._leaves: Leaves | None = None
         self._pristine: str | None = None
-        self._begun = self._resumed = self._touched = False
+        self._begun = self._resumed = False
         self._live: weakref.ref[Epoch] = weakref.ref(_Nothing())  # type: ignore[arg-type]
         self._engine: Engine | None = None
         self._reported_length: int | None = None
@@ -165,7 +166,9 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
         May be called at any time; it starts no process, draws no random number and consumes nothing.
         """
-        return self._leaves().write(self._position)
+        if self._leaves is None:
+            self._leaves = self._new_leaves()
+        return self._leaves.write(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Stand where a position says; the next ``iter()``, or the next batch of a live iterator, goes on there.
@@ -176,11 +179,13 @@ class StatefulDataLoader(DataLoader[Any], Run):
         if isinstance(state, Mapping) and not state:
             self._stand_at(self._new_position(), resumed=False)
             return
-        position, accepted = self._leaves().read(state, strict)
+        self._leaves = self._new_leaves()
+        position, accepted = self._leaves.read(state, strict)
         for difference in accepted:
             say_once(f"A position of another pipeline was accepted:{str(difference)[1:]}")
         if isinstance(position, LanesPosition) and not self._shared:
             self._lanes = len(position.lanes)
+            self._leaves = None
         self._stand_at(position, resumed=True)
 
     def _stand_at(self, position: Position, *, resumed: bool) -> None:
@@ -209,7 +214,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         share = self._order.share if self._order is not None else self._options.share
         return lanes_of_rank(self._lanes, share.rank, share.world)
 
-    def _leaves(self) -> Leaves:
+    def _new_leaves(self) -> Leaves:
         rank, world = distributed_rank()
         if not self._shared and world > 1:
             say_once(

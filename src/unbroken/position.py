@@ -67,6 +67,17 @@ class Anchor:
     def fixed(self) -> bool:
         return self.at == 0 or len(set(self.witnesses)) > 1
 
+    def fields(self) -> dict[str, Any]:
+        """What of it is saved. Of many witnesses the last are kept: the neighbours that differ came last."""
+        kept = self.witnesses[-_WITNESSES:]
+        return {
+            "at": self.at,
+            "before": _fragment(self.before),
+            "after": _fragment(self.after),
+            "first_witness": self.first_witness + len(self.witnesses) - len(kept),
+            "witnesses": kept,
+        }
+
     def witness(self, first: int, digests: list[int]) -> None:
         """Take note of a delivered batch by the digests of its last samples, the first of which is ``first``.
 
@@ -102,11 +113,11 @@ class LanePosition:
     anchor: Anchor | None = None
     newer: list[Anchor] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
-    _text: str | None = None
+    _json: orjson.Fragment | None = None
 
     def deliver(self, made: Made, size: int, digest: int) -> None:
         """Count a delivered turn of up to ``size`` samples; ``digest`` stands for all of it in the ledger."""
-        self._text = None
+        self._json = None
         start, number = self.delivered, made.number
         self.turns += 1
         self.delivered += number
@@ -147,7 +158,7 @@ class LanePosition:
 
     def end(self, made: Made) -> None:
         """The lane has no more turns in this epoch."""
-        self._text = None
+        self._json = None
         self.ended = True
         self.carry = made.carry
 
@@ -156,7 +167,7 @@ class LanePosition:
 
         A lane that was left before its end begins again as it began: at its last carry, or at the ``pristine`` state.
         """
-        self._text = None
+        self._json = None
         if not self.ended and self.carry is None:
             self.carry = pristine
         self.epoch += 1
@@ -172,33 +183,28 @@ class LanePosition:
                 return (sample - first) % size == 0
         return True
 
-    def to_json(self) -> str:
-        """The fields of this lane's leaf, without the braces: step and run of its rank come before them."""
-        if self._text is None:
-            self._text = self._to_json()
-        return self._text
+    def to_json(self) -> orjson.Fragment:
+        """The fields of this lane as JSON, made anew only where the lane has moved."""
+        if self._json is None:
+            self._json = orjson.Fragment(orjson.dumps(self._fields()))
+        return self._json
 
-    def _to_json(self) -> str:
-        anchor = "null"
-        if (a := self.anchor) is not None:
-            before, after = a.before or "null", a.after or "null"
-            kept = a.witnesses[-_WITNESSES:]  # the neighbours that differ came last
-            first = a.first_witness + len(a.witnesses) - len(kept)
-            anchor = (
-                f'{{"at":{a.at},"before":{before},"after":{after},'
-                f'"first_witness":{first},"witnesses":[{",".join(map(str, kept))}]}}'
-            )
-        sizes = ",".join(f"[{first},{size}]" for first, size in self.sizes)
-        return (
-            f'"epoch":{self.epoch},"turns":{self.turns},"delivered":{self.delivered},'
-            f'"ended":{"true" if self.ended else "false"},"ledger":[{self.ledger[0]},{self.ledger[1]}],'
-            f'"last":{"null" if self.last is None else self.last},"sizes":[{sizes}],'
-            f'"carry":{self.carry or "null"},"anchor":{anchor}'
-        )
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "turns": self.turns,
+            "delivered": self.delivered,
+            "ended": self.ended,
+            "ledger": self.ledger,
+            "last": self.last,
+            "sizes": self.sizes,
+            "carry": _fragment(self.carry),
+            "anchor": None if self.anchor is None else self.anchor.fields(),
+        }
 
     @staticmethod
-    def from_json(leaf: Mapping[str, Any], name: str, exact: bool) -> LanePosition:
-        """Read a lane's leaf. Raises ``InvalidState`` where a field is missing or of another type."""
+    def from_json(leaf: Any, name: str, exact: bool) -> LanePosition:
+        """Read the fields of a lane in a leaf. Raises ``InvalidState`` where a field is missing or of another type."""
         try:
             anchor = None
             if (a := leaf["anchor"]) is not None:
@@ -285,15 +291,11 @@ class LanesPosition(Position):
 
     def leaf(self, lane: int) -> str:
         """The leaf of one lane."""
-        return f"{{{self._head()},{self.lanes[lane].to_json()}}}"
+        return _leaf(self, lane=self.lanes[lane].to_json())
 
     def leaf_of_all(self) -> str:
         """One leaf for all lanes of a plain loader."""
-        lanes = ",".join(f"{{{lane.to_json()}}}" for lane in self.lanes.values())
-        return f'{{{self._head()},"lanes":[{lanes}]}}'
-
-    def _head(self) -> str:
-        return f'"step":{self.step},"run":{_json(self.run)},"epochs":{orjson.dumps(self.epochs).decode()}'
+        return _leaf(self, lanes=[lane.to_json() for lane in self.lanes.values()])
 
     @staticmethod
     def from_leaves(leaves: Iterable[tuple[int, str, Mapping[str, Any]]], exact: bool) -> LanesPosition:
@@ -301,7 +303,7 @@ class LanesPosition(Position):
         lanes = {}
         head: Mapping[str, Any] = {}
         for lane, name, leaf in leaves:
-            lanes[lane] = LanePosition.from_json(leaf, name, exact)
+            lanes[lane] = LanePosition.from_json(leaf.get("lane"), name, exact)
             head = head or leaf
         return LanesPosition(lanes, *_head_of(head))
 
@@ -343,11 +345,14 @@ class MapPosition(Position):
         return replace(self, cursor=replace(self.cursor))
 
     def leaf(self) -> str:
-        sampler = "null" if self.sampler is None else orjson.dumps(self.sampler).decode()
-        return (
-            f'{{"step":{self.step},"run":{_json(self.run)},"epoch":{self.epoch},"rows":{self.rows},'
-            f'"ledger":{self.ledger},'
-            f'"epochs":{orjson.dumps(self.epochs).decode()},"sampler":{sampler},"cursor":{{{self.cursor.to_json()}}}}}'
+        """The leaf of a rank, or of all of them."""
+        return _leaf(
+            self,
+            epoch=self.epoch,
+            rows=self.rows,
+            ledger=self.ledger,
+            sampler=self.sampler,
+            cursor=self.cursor.to_json(),
         )
 
     @staticmethod
@@ -377,8 +382,13 @@ def _head_of(leaf: Mapping[str, Any]) -> tuple[int, int | None, dict[str, int]]:
         raise InvalidState(f"A leaf of this position is cut short or changed: {error!r}.") from None
 
 
-def _json(value: int | None) -> str:
-    return "null" if value is None else str(value)
+def _leaf(position: Position, **fields: Any) -> str:
+    head = {"step": position.step, "run": position.run, "epochs": position.epochs}
+    return orjson.dumps(head | fields).decode()
+
+
+def _fragment(sealed: str | None) -> orjson.Fragment | None:
+    return None if sealed is None else orjson.Fragment(sealed)
 
 
 def _resealed(value: Any) -> str | None:

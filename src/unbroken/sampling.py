@@ -144,7 +144,8 @@ class MapOrder:
         ``make`` makes a turn of a custom sampler's cursor.
         """
         if self.kind == "custom":
-            return self._custom_steps(position.rows, make)
+            size = self.share.world * (1 if self.by_batch else self.size)
+            return self._custom_steps(position.rows, make(size), lambda: make(size))
         block, total = self._block(position, seeded), self.total()
         return (
             self._batch_steps(block, total, position.rows)
@@ -224,13 +225,9 @@ class MapOrder:
             yield Step(list(block(mine * size, stop, 1)), mine * size, 1, done)
             mine += world
 
-    def _custom_steps(self, start: int, make: MakeTurn) -> Iterator[Step]:
+    def _custom_steps(self, start: int, made: Made, make: Callable[[], Made]) -> Iterator[Step]:
         rank, world = self.share.rank, self.share.world
-        size = world if self.by_batch else world * self.size
-        while True:
-            made = make(size)
-            if made.ended:
-                return
+        while not made.ended:
             offset = (rank - start) % world
             mine = made.samples[offset::world]
             if not mine or (self.drop_last and not self.by_batch and len(mine) < self.size):
@@ -238,3 +235,4 @@ class MapOrder:
             indices = mine[0] if self.by_batch or not self.batched else mine
             yield Step(indices, start + offset, world, start + len(made.samples), made)
             start += len(made.samples)
+            made = make()

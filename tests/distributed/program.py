@@ -3,23 +3,26 @@
     python -m torch.distributed.run --standalone --nproc-per-node 4 -m tests.distributed.program PLAN OUT
 
 PLAN is JSON: the path of a corpus, and a list of runs (the fields of ``Run``). Each rank writes OUT/rank-R.jsonl: a
-line for every step that says which rows it had, and a line with the position for every save.
+line for every step that says which rows it had, one with the position for every save, and one for an error.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, final
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,31 +33,33 @@ from unbroken import StatefulDataLoader
 STEPS_DURING_A_SAVE = 2
 
 
-@dataclass
+@final
+@dataclass(frozen=True)
 class Run:
     """A run of one loader.
 
-    ``load`` is the checkpoint it starts from, ``begun`` the batches it has delivered before that. ``saves`` are
-    ``{"after": steps, "how": ..., "to": path}``, the steps counted from the start of this run over all epochs (0 is
-    before ``iter``, -1 after the last epoch). ``peers`` is the number of processes with the same dp rank, and ``mesh``
-    says it with a DeviceMesh. ``random`` seeds torch's global generator, by rank.
+    ``load`` is the checkpoint it starts from, ``begun`` the batches it has delivered before that, ``first_epoch`` the
+    epoch it goes on with. ``saves`` are ``{"after": steps, "how": ..., "to": path}``: steps of this run over all its
+    epochs; 0 is before ``iter``, -1 after the last epoch. ``peers`` is the number of processes with the same dp rank;
+    ``mesh`` says it with a DeviceMesh. ``draw`` seeds torch's global generator, on each rank otherwise.
     """
 
     name: str
     kind: str
     load: str | None = None
     begun: int = 0
+    first_epoch: int = 0
     epochs: int = 2
     saves: list[dict[str, Any]] = field(default_factory=list)
     peers: int = 1
     mesh: bool = False
-    random: int = 0
+    draw: int = 0
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @final
 class HeldStager(AsyncStager):
-    """A stager that keeps what ``state_dict()`` returned as it is, and hands it on only when it is told to."""
+    """Keeps what ``state_dict()`` returned, not a copy of it, and hands it on only when it is told to."""
 
     _synchronize_after_execute = False
 
@@ -79,23 +84,23 @@ class Save:
     """A checkpoint under way; ``finish`` waits until it lies on disk."""
 
     def __init__(self, loader: StatefulDataLoader, how: str, to: str) -> None:
-        # The loader lies in a checkpoint as it does in training: among tensors and counters.
+        # The loader is saved as it is in training: among tensors and counters.
         everything = {"loader": loader, "model": {"weight": torch.arange(4.0)}, "progress": {"step": 3}}
-        self._stager: Any = None
-        arguments: dict[str, Any] = {}
+        self._stager: AsyncStager | None = None
+        self._done: Any = None
+        others: dict[str, Any] = {}
         if how == "sync":
             dcp.save(everything, checkpoint_id=to)
-            self._done = None
             return
         if how == "async staged":
             self._stager = DefaultStager(StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False))
         elif how == "async held":
             self._stager = HeldStager()
-        elif how == "async in a process":
-            arguments["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+        elif how == "async by a process":
+            others["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
         elif how != "async":
             raise ValueError(how)
-        self._done = dcp.async_save(everything, checkpoint_id=to, async_stager=self._stager, **arguments)
+        self._done = dcp.async_save(everything, checkpoint_id=to, async_stager=self._stager, **others)
 
     def finish(self) -> None:
         if isinstance(self._stager, HeldStager):
@@ -109,69 +114,91 @@ class Save:
             self._stager.close()
 
 
-def steps_of(loader: StatefulDataLoader, run: Run, log: TextIO) -> Iterator[int]:
-    """Go through all epochs and write down every step; yields how many there were so far."""
-    steps = 0
-    for epoch in range(run.epochs):
-        for batch in loader:
-            steps += 1
-            state = loader.state_dict()
-            ended = any(json.loads(leaf)["ended"] for name, leaf in state.items() if name.startswith("lane-"))
-            line = {"run": run.name, "epoch": epoch, "rows": rows_of(batch), "ended": ended}
-            log.write(json.dumps(line) + "\n")
-            yield steps
+@final
+class Performer:
+    """Performs one run: loads, goes on, saves. While an asynchronous save is under way the loader runs on."""
 
+    def __init__(self, run: Run, loader: StatefulDataLoader, log: TextIO) -> None:
+        self._run = run
+        self._loader = loader
+        self._log = log
+        self._saves = {save["after"]: save for save in run.saves}
+        self._under_way: list[tuple[int, Save]] = []
 
-def perform(run: Run, loader: StatefulDataLoader, log: TextIO) -> None:
-    """Load, run on, save; while an asynchronous save is under way the loader goes on."""
-    if run.begun:
-        for _ in zip(range(run.begun), loader, strict=False):
-            pass
-    if run.load is not None:
-        dcp.load({"loader": loader, "model": {"weight": torch.zeros(4)}}, checkpoint_id=run.load)
-    saves = {save["after"]: save for save in run.saves}
-    under_way: list[tuple[int, Save]] = []
+    def write(self, **line: Any) -> None:
+        self._log.write(json.dumps({"run": self._run.name, **line}) + "\n")
 
-    def save_after(steps: int) -> None:
-        if steps in saves:
-            how, to = saves[steps]["how"], saves[steps]["to"]
-            log.write(json.dumps({"run": run.name, "after": steps, "state": loader.state_dict()}) + "\n")
-            under_way.append((steps, Save(loader, how, to)))
+    def perform(self) -> None:
+        if self._run.begun:
+            for _ in itertools.islice(self._loader, self._run.begun):
+                pass
+        if self._run.load is not None:
+            dcp.load({"loader": self._loader, "model": {"weight": torch.zeros(4)}}, checkpoint_id=self._run.load)
+        self._save(0)
+        for steps in self._steps():
+            self._finish(before=steps - STEPS_DURING_A_SAVE)
+            self._save(steps)
+        self._finish(before=sys.maxsize)
+        self._save(-1)
+        self._finish(before=sys.maxsize)
 
-    save_after(0)
-    for steps in steps_of(loader, run, log):
-        if under_way and steps >= under_way[0][0] + STEPS_DURING_A_SAVE:
-            under_way.pop()[1].finish()
-        save_after(steps)
-    for _, save in under_way:
-        save.finish()
-    under_way.clear()
-    save_after(-1)
-    for _, save in under_way:
-        save.finish()
+    def _steps(self) -> Iterator[int]:
+        """Go through all epochs and write down every step; yields how many there were so far."""
+        steps = 0
+        for epoch in range(self._run.first_epoch, self._run.first_epoch + self._run.epochs):
+            if hasattr(self._loader.sampler, "set_epoch"):
+                self._loader.sampler.set_epoch(epoch)
+            for batch in self._loader:
+                steps += 1
+                state = self._loader.state_dict()
+                ended = any(json.loads(leaf)["ended"] for name, leaf in state.items() if name.startswith("lane-"))
+                self.write(epoch=epoch, rows=rows_of(batch), ended=ended)
+                yield steps
+
+    def _save(self, steps: int) -> None:
+        if steps in self._saves:
+            how, to = self._saves[steps]["how"], self._saves[steps]["to"]
+            self.write(after=steps, state=self._loader.state_dict())
+            self._under_way.append((steps, Save(self._loader, how, to)))
+
+    def _finish(self, before: int) -> None:
+        while self._under_way and self._under_way[0][0] <= before:
+            self._under_way.pop(0)[1].finish()
 
 
 def main(plan: Path, out: Path) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everything = json.loads(plan.read_text())
+    corpus = everything["corpus"]
     with (out / f"rank-{rank}.jsonl").open("w") as log:
         for described in everything["runs"]:
             run = Run(**described)
-            torch.manual_seed(1000 * run.random + rank)
-            others = dict(run.arguments)
+            torch.manual_seed(1000 * run.draw + rank)
+            others, world = dict(run.arguments), ranks // run.peers
             if run.mesh:
-                mesh = init_device_mesh("cpu", (ranks // run.peers, run.peers), mesh_dim_names=("dp", "tp"))
-                try:
-                    make_loader(run.kind, everything["corpus"], 0, ranks // run.peers, mesh=mesh)
-                except ValueError as error:
-                    log.write(json.dumps({"run": run.name, "refused": str(error)}) + "\n")
+                mesh = init_device_mesh("cpu", (world, run.peers), mesh_dim_names=("dp", "tp"))
                 others["mesh"] = mesh["dp"]
-            place = rank // run.peers, ranks // run.peers
-            with closing(make_loader(run.kind, everything["corpus"], *place, **others)) as loader:
-                perform(run, loader, log)
+            with closing(make_loader(run.kind, corpus, rank // run.peers, world, **others)) as loader:
+                performer = Performer(run, loader, log)
+                try:
+                    if run.mesh:
+                        performer.write(refused=refusal(run.kind, corpus, mesh))
+                    before = loader.state_dict()
+                    performer.perform()
+                except (Exception, CheckpointException) as error:  # the latter is no Exception
+                    performer.write(error=f"{type(error).__name__}: {error}", unchanged=loader.state_dict() == before)
             dist.barrier()
     dist.destroy_process_group()
+
+
+def refusal(kind: str, corpus: str, mesh: Any) -> str | None:
+    """What a loader says to a mesh of two dimensions."""
+    try:
+        make_loader(kind, corpus, mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 if __name__ == "__main__":

@@ -118,8 +118,7 @@ class Cursor:
         self._digest(made)
         if self._exhausted and (not made.samples or (rules.drop_last and len(made.samples) < size)):
             made.samples, made.digests, made.number, made.capture = [], [], 0, None
-            made.ended, made.carry = True, self._opening.carry()
-            self._start.carry = made.carry
+            made.ended, made.carry = True, self._start.carry
         self._pace.note(perf_counter() - began, found=made.capture is not None)
 
     def _advance(self, made: Made) -> bool:
@@ -134,6 +133,7 @@ class Cursor:
                 made.opened = (0, self._opening.capture())
                 return self._advance(made)
             self._exhausted = True
+            self._start.carry = self._opening.carry()
             return False
         self._opened_now = False
         made.samples.append(sample)

@@ -155,15 +155,14 @@ class Host:
             seed_globals(key(rules.run, "map", task.epoch, task.place))
             if not self._plan.batched:
                 return dataset[task.indices]
+            together = getattr(dataset, "__getitems__", None)
             if rules.seed_by == "sample":
                 samples = []
                 for number, index in enumerate(task.indices):
                     seed_globals(key(rules.run, "sample", task.epoch, task.place + number * task.stride))
-                    samples.append(dataset[index])
+                    samples.append(together([index])[0] if together else dataset[index])
                 return samples
-            if getattr(dataset, "__getitems__", None):
-                return dataset.__getitems__(task.indices)
-            return [dataset[index] for index in task.indices]
+            return together(task.indices) if together else [dataset[index] for index in task.indices]
         finally:
             set_worker_info(aside)
 
