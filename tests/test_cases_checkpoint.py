@@ -235,6 +235,11 @@ def with_leaf(state: dict[str, str], leaf: str, **fields: Any) -> dict[str, str]
     return {**state, leaf: json.dumps({**json.loads(state[leaf]), **fields})}
 
 
+def with_lane(state: dict[str, str], leaf: str, *missing: str, **fields: Any) -> dict[str, str]:
+    lane = without(json.loads(state[leaf])["lane"], *missing)
+    return with_leaf(state, leaf, lane={**lane, **fields})
+
+
 # Each breaks a good position of four lanes after three batches.
 BROKEN: dict[str, Any] = {
     "a later version": lambda s: with_leaf(s, "unbroken", version=2),
@@ -245,12 +250,10 @@ BROKEN: dict[str, Any] = {
     "a leaf cut short": lambda s: {**s, "lane-000002": s["lane-000002"][:-9]},
     "a leaf that is a number": lambda s: {**s, "lane-000002": "3"},
     "a leaf that is no text": lambda s: {**s, "lane-000002": 3},
-    "a leaf without its epoch": lambda s: {
-        **s,
-        "lane-000001": json.dumps(without(json.loads(s["lane-000001"]), "epoch")),
-    },
+    "a leaf without its lane": lambda s: with_leaf(s, "lane-000001", lane=None),
+    "a lane without its epoch": lambda s: with_lane(s, "lane-000001", "epoch"),
     "a leaf of another step": lambda s: with_leaf(s, "lane-000001", step=9),
-    "a leaf with a negative count": lambda s: with_leaf(s, "lane-000001", delivered=-1),
+    "a lane with a negative count": lambda s: with_lane(s, "lane-000001", delivered=-1),
     "a leaf missing": lambda s: without(s, "lane-000003"),
     "no leaf": lambda s: {"unbroken": s["unbroken"]},
     "not a dict": lambda s: [*s.items()],

@@ -80,6 +80,43 @@ def test_a_dataset_that_stays_at_its_end_starts_over(num_workers: int) -> None:
     assert first == second and first
 
 
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("kind", ["well-behaved", "late", "own iterator", "without state", "state on both", "numbers"])
+def test_an_epoch_that_was_left_early_is_followed_by_the_next(kind: str, workers: dict[str, Any]) -> None:
+    """Case 12: a loop with ``break`` in it, as many write it; saved in the epoch after, also by a resumed run."""
+
+    def make_loader() -> StatefulDataLoader:
+        dataset = ds.Numbers(20) if kind == "numbers" else draws.EXACT[kind](20)
+        order = {"shuffle": True} if kind == "numbers" else {"lanes": 2}
+        return StatefulDataLoader(dataset, batch_size=2, seed=1, **order, **workers)
+
+    def take(loader: StatefulDataLoader, most: int) -> list[Any]:
+        return [batch.tolist() for _, batch in zip(range(most), loader, strict=False)]
+
+    loader = make_loader()
+    reference = [take(loader, most) for most in (3, 4, 99, 99)]
+    loader.close()
+    assert [len(epoch) for epoch in reference] == [3, 4, 10, 10]
+
+    stopped = make_loader()
+    take(stopped, 3)
+    assert take(stopped, 4) == reference[1]
+    state = json.loads(json.dumps(stopped.state_dict()))
+    stopped.close()
+    whole = make_loader()
+    whole.load_state_dict(state)
+    rest = take(whole, 99)
+    assert len(rest) == 6 and sorted(sum_of(reference[1] + rest)) == sorted(sum_of(reference[2])) or kind in {
+        "state on both"
+    }
+    assert take(whole, 99) == reference[2]
+    whole.close()
+
+
+def sum_of(batches: list[list[int]]) -> list[int]:
+    return [row for batch in batches for row in batch]
+
+
 # Case 13
 
 

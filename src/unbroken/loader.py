@@ -33,7 +33,7 @@ from unbroken.engine.opening import TorchOpening
 from unbroken.engine.pool import Pool
 from unbroken.lanes import LaneStream, lanes_of_rank, plan_lanes
 from unbroken.leaves import Leaves
-from unbroken.options import WatchedBatchSampler, check_options, distributed_rank, say_once
+from unbroken.options import WatchedBatchSampler, check_options, distributed_rank, epoch_holders, say_once
 from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder
 from unbroken.seeding import key
@@ -112,7 +112,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._leaves: Leaves | None = None
         self._pristine: str | None = None
         self._begun = self._resumed = False
-        self._live: weakref.ref[Epoch] = weakref.ref(_Nothing())  # type: ignore[arg-type]
+        self._iterating: weakref.ref[Epoch] | None = None
         self._engine: Engine | None = None
         self._reported_length: int | None = None
         self._turns: SamplerTurns | None = None
@@ -190,7 +190,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def _stand_at(self, position: Position, *, resumed: bool) -> None:
         self._position, self._resumed, self._begun = position, resumed, False
-        for name, holder in self._epoch_holders().items():
+        for name, holder in epoch_holders(self).items():
             if name in position.epochs:
                 holder.set_epoch(position.epochs[name])
         if self._order is not None and isinstance(position, MapPosition):
@@ -248,16 +248,6 @@ class StatefulDataLoader(DataLoader[Any], Run):
             kinds |= {name: self.dataset.difference_class(name) for name in self.dataset.describe()}
         return fields, kinds
 
-    def _epoch_holders(self) -> dict[str, Any]:
-        """The user's objects that count epochs by ``set_epoch``, as torch's DistributedSampler does."""
-        own_sampler = getattr(self.batch_sampler, "sampler", None)
-        found = {}
-        for name, holder in (("sampler", self.batch_sampler), ("sampler", own_sampler), ("sampler", self.sampler),
-                             ("dataset", self.dataset)):  # fmt: skip
-            if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) is int:
-                found[name] = holder
-        return found
-
     # ---- epochs
 
     def __iter__(self) -> Epoch:  # type: ignore[override]
@@ -267,7 +257,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         position = self._position.copy()
         if self._begun:
             position.next_epoch(self._pristine)
-        epochs = {name: holder.epoch for name, holder in self._epoch_holders().items()}
+        epochs = {name: holder.epoch for name, holder in epoch_holders(self).items()}
         if self._resumed and position.mid_epoch:
             for name in position.epochs.keys() & epochs.keys():
                 if position.epochs[name] != epochs[name]:
@@ -283,7 +273,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         epoch = Epoch(
             self, resumed=resumed, keep_engine=self.persistent_workers, pin_memory=self.pin_memory, length=length
         )
-        self._live = weakref.ref(epoch)
+        self._iterating = weakref.ref(epoch)
         return epoch
 
     def start(self, epoch: Epoch) -> tuple[Engine, Feed]:
@@ -300,10 +290,18 @@ class StatefulDataLoader(DataLoader[Any], Run):
             self._engine = None
         return engine, self._new_feed(engine, position, rules)
 
+    def _live(self) -> Epoch | None:
+        return self._iterating() if self._iterating is not None else None
+
     def finish(self, epoch: Epoch, *, going_on: bool) -> None:
         """For the iterator: its epoch is over."""
         if not going_on and self._live() is not epoch:
             return  # a newer iterator has the loader's position
+        if self._options.share.world > 1 and not going_on:
+            say_once(
+                "Each rank ends an epoch with its own data: ranks may end at different steps, and a training loop on "
+                "several ranks has to agree on the last one."
+            )
         position = self._position
         if isinstance(position, MapPosition) and self._turns is not None and self._turns.last is not None:
             position.cursor.end(self._turns.last)
@@ -387,6 +385,10 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     # ---- the rest of torch's interface
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the loader (by copy or pickle) has its position, and no part in its workers."""
+        return {**self.__dict__, "_iterating": None, "_engine": None, "_turns": None}
+
     def __len__(self) -> int:
         """Batches of an epoch on this rank; for iterable datasets torch's estimate from ``len(dataset)``."""
         if self._order is not None:
@@ -395,10 +397,6 @@ class StatefulDataLoader(DataLoader[Any], Run):
         if self.batch_size is None:
             return length
         return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
-
-
-class _Nothing:
-    """What a weak reference to no iterator yet refers to."""
 
 
 def _no_turns(size: int) -> Any:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch.distributed
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from unbroken.sampling import Share
 
-__all__ = ["Options", "WatchedBatchSampler", "check_options", "distributed_rank", "say_once"]
+__all__ = ["Options", "WatchedBatchSampler", "check_options", "distributed_rank", "epoch_holders", "say_once"]
 
 _log = logging.getLogger("unbroken")
 _said: set[str] = set()
@@ -83,6 +83,17 @@ def check_options(given: dict[str, Any]) -> Options:
     return Options(
         seed, given["seed_by"], given["lanes"], share, sharded, given["resume"], given["snapshot_every_n_steps"]
     )
+
+
+def epoch_holders(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The user's objects that count epochs by ``set_epoch``, as torch's DistributedSampler does, by what they are."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    holders = [("sampler", s) for s in (loader.batch_sampler, inner, loader.sampler)] + [("dataset", loader.dataset)]
+    return {
+        name: holder
+        for name, holder in holders
+        if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) is int
+    }
 
 
 def _share(rank: Any, world: Any, mesh: Any) -> tuple[Share, bool]:

@@ -93,7 +93,9 @@ class Save:
             dcp.save(everything, checkpoint_id=to)
             return
         if how == "async staged":
-            self._stager = DefaultStager(StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False))
+            self._stager = DefaultStager(
+                StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False)
+            )
         elif how == "async held":
             self._stager = HeldStager()
         elif how == "async by a process":
