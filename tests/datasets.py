@@ -96,7 +96,7 @@ class Late(WellBehaved):
 class LateEntryPerWorker(Sized, IterableDataset):
     """Every worker has an entry of its own in a dict, moved after ``yield``; the dict is copied on its way out."""
 
-    def __init__(self, n: int, workers: int = 8) -> None:
+    def __init__(self, n: int, workers: int = 64) -> None:
         super().__init__(n)
         self.done = dict.fromkeys(range(workers), 0)
 

@@ -94,27 +94,19 @@ def test_an_epoch_that_was_left_early_is_followed_by_the_next(kind: str, workers
         return [batch.tolist() for _, batch in zip(range(most), loader, strict=False)]
 
     loader = make_loader()
-    reference = [take(loader, most) for most in (3, 4, 99, 99)]
+    reference = [take(loader, most) for most in (3, 99, 99)]
     loader.close()
-    assert [len(epoch) for epoch in reference] == [3, 4, 10, 10]
+    assert [len(epoch) for epoch in reference] == [3, 10, 10]
 
     stopped = make_loader()
     take(stopped, 3)
-    assert take(stopped, 4) == reference[1]
+    assert take(stopped, 4) == reference[1][:4]
     state = json.loads(json.dumps(stopped.state_dict()))
     stopped.close()
-    whole = make_loader()
-    whole.load_state_dict(state)
-    rest = take(whole, 99)
-    assert len(rest) == 6 and sorted(sum_of(reference[1] + rest)) == sorted(sum_of(reference[2])) or kind in {
-        "state on both"
-    }
-    assert take(whole, 99) == reference[2]
-    whole.close()
-
-
-def sum_of(batches: list[list[int]]) -> list[int]:
-    return [row for batch in batches for row in batch]
+    resumed = make_loader()
+    resumed.load_state_dict(state)
+    assert [take(resumed, 99), take(resumed, 99)] == [reference[1][4:], reference[2]]
+    resumed.close()
 
 
 # Case 13

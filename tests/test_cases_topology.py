@@ -277,6 +277,20 @@ def test_the_leaves_of_all_ranks_can_be_merged_and_belong_together() -> None:
         StatefulDataLoader(ds.WellBehaved(40), batch_size=2, lanes=4, seed=1).load_state_dict(states[0])
 
 
+def test_leaves_of_two_saves_across_the_end_of_an_epoch_are_refused() -> None:
+    """Case 22: one rank saved when its epoch had ended, the other two steps into the next."""
+
+    def state_of(rank: int, k: int) -> dict[str, str]:
+        loader = StatefulDataLoader(ds.WellBehaved(40), batch_size=2, lanes=4, seed=1, dp_rank=rank, dp_world_size=2)
+        assert len(list(loader)) == 10
+        return stopped_after(loader, k) if k else loader.state_dict()
+
+    loader = StatefulDataLoader(ds.WellBehaved(40), batch_size=2, lanes=4, seed=1, dp_rank=0, dp_world_size=1)
+    loader.load_state_dict({**state_of(0, 0), **state_of(1, 0)})
+    with pytest.raises(StateError, match="step"):
+        loader.load_state_dict({**state_of(0, 0), **state_of(1, 2)})
+
+
 def lanes_in(state: Mapping[str, str]) -> set[int]:
     assert all(json.loads(value) for value in state.values())
     return {int(key.removeprefix("lane-")) for key in state if key.startswith("lane-")}

@@ -106,16 +106,24 @@ def test_the_examples_run(page: Path, tmp_path: Path) -> None:
     assert not faults, "\n".join(faults)
 
 
+def prose_of(page: str) -> str:
+    """A page without its blocks: what looks like a heading or a link in code is none."""
+    lines = page.splitlines()
+    for block in blocks_of(page):
+        first = block.line - 2
+        lines[first : first + block.text.count("\n") + 3] = [""] * (block.text.count("\n") + 3)
+    return "\n".join(lines)
+
+
 def headings_of(page: str) -> set[str]:
     """The names that links call the headings of a page by."""
-    text = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def dead_links(page: str, path: Path) -> list[str]:
     dead = []
-    for link in LINK.finditer(page):
+    for link in LINK.finditer(prose_of(page)):
         if "://" in link["target"]:
             continue
         target = path.parent / link["target"]
@@ -223,7 +231,7 @@ def test_a_page_without_code_starts_no_process(tmp_path: Path) -> None:
 def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
     path, other = tmp_path / "page.md", tmp_path / "other.md"
     other.write_text("# The law\n\n```python\n# no heading\n```\n")
-    page = "# Here\n[a](other.md) [b](other.md#the-law) [c](#here) [d](https://example.com/x) "
+    page = "# Here\n```python\nf[0](x)\n```\n[a](other.md) [b](other.md#the-law) [c](#here) [d](https://example.com/x) "
     assert dead_links(page, path) == []
     assert dead_links(page + "[e](gone.md) [f](other.md#no-heading) [g](#there)", path) == [
         "](gone.md)",

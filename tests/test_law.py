@@ -13,7 +13,7 @@ from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from tests import strategies as draws
-from tests.datasets import Numbers, WellBehaved
+from tests.datasets import Numbers
 from unbroken import StatefulDataLoader
 from unbroken.errors import InexactDataset
 from unbroken.testing import Point, assert_resumes_exactly
@@ -94,12 +94,18 @@ def test_every_step_has_the_same_rows_on_any_number_of_ranks(
 
 
 @settings(max_examples=25)
-@given(worlds=WORLDS, rows=st.integers(4, 6), batch_size=st.integers(1, 3), chain=st.sampled_from([[1], [2], [1, 2]]))
+@given(
+    worlds=WORLDS,
+    kind=st.sampled_from(sorted(draws.EXACT)),
+    rows=st.integers(4, 6),
+    batch_size=st.integers(1, 3),
+    chain=st.sampled_from([[1], [2], [1, 2]]),
+)
 def test_nothing_is_lost_or_repeated_when_lanes_move_to_other_ranks(
-    worlds: list[int], rows: int, batch_size: int, chain: list[int]
+    worlds: list[int], kind: str, rows: int, batch_size: int, chain: list[int]
 ) -> None:
     def make_loader(dp_rank: int, dp_world_size: int) -> StatefulDataLoader:
-        dataset = WellBehaved(24 * rows)
+        dataset = draws.EXACT[kind](24 * rows)
         return StatefulDataLoader(
             dataset, batch_size=batch_size, seed=5, lanes=24, dp_rank=dp_rank, dp_world_size=dp_world_size
         )

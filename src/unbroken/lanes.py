@@ -62,10 +62,11 @@ def plan_lanes(asked: int | None, default: int, num_workers: int, dp_world_size:
     if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
         raise LaneError(f"lanes must be a whole number of at least 1, but got lanes={lanes!r}.")
     if lanes < owners:
+        fewer = f"num_workers={lanes // dp_world_size} or fewer" if lanes >= dp_world_size else f"at most {lanes} ranks"
         raise LaneError(
             f"{lanes} lanes cannot keep {owners} owners busy (dp_world_size={dp_world_size} times "
             f"num_workers={num_workers}): some would have no data.\n"
-            f"Pass lanes={owners} or more, or num_workers={lanes // dp_world_size} or fewer."
+            f"Pass lanes={owners} or more, or use {fewer}."
         )
     return lanes
 
@@ -93,6 +94,10 @@ class Turns:
 
     def __bool__(self) -> bool:
         return bool(self._heap)
+
+    def copy(self) -> Turns:
+        """Another one at the same place, which moves on its own."""
+        return Turns({lane: turns for turns, lane in self._heap})
 
     def peek(self) -> int:
         """The lane whose turn it is."""

@@ -29,14 +29,15 @@ __all__ = ["Leaves"]
 class Leaves:
     """How the position of one loader is laid out in leaves.
 
-    ``kind`` is the dataset's (``"map"``, ``"iterable"``, ``"stream"``); ``shared`` whether leaves name no rank;
-    ``mine`` are this rank's lanes of ``lanes``; ``fingerprint`` and ``kinds`` (field: class of a difference) describe
-    the pipeline.
+    ``kind`` is the dataset's (``"map"``, ``"iterable"``, ``"stream"``); ``shared`` whether leaves name no rank,
+    else they are those of ``rank`` of ``world``; ``mine`` are this rank's lanes of ``lanes``; ``fingerprint`` and
+    ``kinds`` (field: class of a difference) describe the pipeline.
     """
 
     kind: str
     shared: bool
     rank: int
+    world: int
     lanes: int
     mine: range
     fingerprint: dict[str, Any]
@@ -50,7 +51,14 @@ class Leaves:
     @cached_property
     def _header(self) -> str:
         lanes = self.lanes if self.kind != "map" else None
-        header = {"version": VERSION, "kind": self.kind, "lanes": lanes, "fingerprint": self.fingerprint}
+        ranks = None if self.shared else self.world
+        header = {
+            "version": VERSION,
+            "kind": self.kind,
+            "lanes": lanes,
+            "ranks": ranks,
+            "fingerprint": self.fingerprint,
+        }
         return orjson.dumps(header).decode()
 
     def write(self, position: Position) -> dict[str, str]:
@@ -78,6 +86,13 @@ class Leaves:
                 "Rebuild the loader over the dataset that the position was saved with."
             )
         position: Position
+        if not self.shared and self._of_rank in state and header.get("ranks") != self.world:
+            raise StateMismatch(
+                f"this position was saved by a loader without dp arguments on another number of ranks.\n"
+                f"  ranks          saved {header.get('ranks')}   now {self.world}\n"
+                "Start as many ranks again. To change their number, pass dp_rank and dp_world_size (or mesh) from the "
+                "first run on."
+            )
         if self.kind == "map":
             position = self._read_map(state)
         elif self.shared:
@@ -124,6 +139,12 @@ class Leaves:
 
     def _read_all(self, state: Mapping[str, Any]) -> LanesPosition:
         name = self._of_rank
+        if name not in state and any(key.startswith("lane-") for key in state):
+            raise StateMismatch(
+                f"this position was saved by a loader with lanes or dp arguments, lane by lane.\n"
+                f"  lanes          saved {parse_header(state).get('lanes')}   now not given\n"
+                f"Pass lanes={parse_header(state).get('lanes')} (and dp_rank and dp_world_size on several ranks)."
+            )
         leaf = parse_leaf(state, name)
         lanes = leaf.get("lanes")
         if not isinstance(lanes, list) or not lanes or not all(isinstance(lane, dict) for lane in lanes):

@@ -33,7 +33,15 @@ from unbroken.engine.opening import TorchOpening
 from unbroken.engine.pool import Pool
 from unbroken.lanes import LaneStream, lanes_of_rank, plan_lanes
 from unbroken.leaves import Leaves
-from unbroken.options import WatchedBatchSampler, check_options, distributed_rank, epoch_holders, say_once
+from unbroken.options import (
+    WatchedBatchSampler,
+    check_options,
+    distributed_rank,
+    epoch_holders,
+    fingerprint_of,
+    say_once,
+    tell_of_own_state,
+)
 from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder
 from unbroken.seeding import key
@@ -146,6 +154,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
             own = given["batch_sampler"] is None
             batch_sampler = self.batch_sampler if given["batch_size"] is not None or not own else None
             size = given["batch_size"] if own else None
+            tell_of_own_state(dataset)
             self._order = MapOrder(
                 self.sampler if own else None, batch_sampler, size, self.drop_last, options.share, shuffled_by
             )
@@ -166,7 +175,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
         May be called at any time; it starts no process, draws no random number and consumes nothing.
         """
-        if self._leaves is None:
+        if self._leaves is None or (self._leaves.rank, self._leaves.world) != distributed_rank():
             self._leaves = self._new_leaves()
         return self._leaves.write(self._position)
 
@@ -223,30 +232,11 @@ class StatefulDataLoader(DataLoader[Any], Run):
                 "exact on the same number of ranks only. Pass dp_rank and dp_world_size (or mesh) to change it at a "
                 "resume."
             )
-        fingerprint, kinds = self._fingerprint()
+        fingerprint, kinds = fingerprint_of(self.dataset, self._options, self._order, self._lanes, self.batch_size)
         return Leaves(
-            self._kind, self._shared, 0 if self._shared else rank, self._lanes, self._mine(), fingerprint, kinds,
+            self._kind, self._shared, rank, world, self._lanes, self._mine(), fingerprint, kinds,
             self._options.resume == "trust",
         )  # fmt: skip
-
-    def _fingerprint(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The fields that a position is held against, and the class of a difference in each (``"data"`` if unnamed)."""
-        fields: dict[str, Any] = {"dataset": type(self.dataset).__qualname__, "seed": self._options.seed}
-        kinds = {"seed": "order", "seed_by": "order", "batch_size": "safe", "sampler": "order", "resume": "safe"}
-        fields["seed_by"] = self._options.seed_by
-        if self._order is not None:
-            fields |= self._order.describe()
-            fields["length"] = len(self.dataset) if hasattr(self.dataset, "__len__") else None
-            fields["batch_size"] = self._order.size
-            kinds["batch_size"] = "order" if self._order.by_batch else "safe"
-        else:
-            fields["batch_size"] = self.batch_size
-            if self._kind == "iterable" and self._lanes > 1:
-                kinds["batch_size"] = "order"
-        if isinstance(self.dataset, LaneStream):
-            fields |= self.dataset.describe()
-            kinds |= {name: self.dataset.difference_class(name) for name in self.dataset.describe()}
-        return fields, kinds
 
     # ---- epochs
 

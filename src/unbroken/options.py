@@ -11,9 +11,18 @@ from typing import Any, final
 import torch.distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from unbroken.sampling import Share
+from unbroken.lanes import LaneStream
+from unbroken.sampling import MapOrder, Share
 
-__all__ = ["Options", "WatchedBatchSampler", "check_options", "distributed_rank", "epoch_holders", "say_once"]
+__all__ = [
+    "Options",
+    "WatchedBatchSampler",
+    "check_options",
+    "distributed_rank",
+    "epoch_holders",
+    "say_once",
+    "tell_of_own_state",
+]
 
 _log = logging.getLogger("unbroken")
 _said: set[str] = set()
@@ -85,6 +94,25 @@ def check_options(given: dict[str, Any]) -> Options:
     )
 
 
+def fingerprint_of(
+    dataset: Any, options: Options, order: MapOrder | None, lanes: int, batch_size: int | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields that a position is held against, and the class of a difference in each (``"data"`` if unnamed)."""
+    fields: dict[str, Any] = {"dataset": type(dataset).__qualname__, "seed": options.seed, "seed_by": options.seed_by}
+    kinds = {"seed": "order", "seed_by": "order", "batch_size": "safe", "sampler": "order"}
+    if order is not None:
+        fields |= order.describe() | {"length": len(dataset) if hasattr(dataset, "__len__") else None}
+        fields["batch_size"] = order.size
+        kinds["batch_size"] = "order" if order.by_batch else "safe"
+        return fields, kinds
+    fields["batch_size"] = batch_size
+    if isinstance(dataset, LaneStream):
+        described = dataset.describe()
+        return fields | described, kinds | {name: dataset.difference_class(name) for name in described}
+    kinds["batch_size"] = "order" if lanes > 1 else "safe"
+    return fields, kinds
+
+
 def epoch_holders(loader: DataLoader[Any]) -> dict[str, Any]:
     """The user's objects that count epochs by ``set_epoch``, as torch's DistributedSampler does, by what they are."""
     inner = getattr(loader.batch_sampler, "sampler", None)
@@ -94,6 +122,15 @@ def epoch_holders(loader: DataLoader[Any]) -> dict[str, Any]:
         for name, holder in holders
         if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) is int
     }
+
+
+def tell_of_own_state(dataset: Any) -> None:
+    """Say that a map-style dataset's own state, where it has one, is no part of the position."""
+    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+        say_once(
+            f"{type(dataset).__qualname__} is map-style, and has a state of its own. It is not part of the position: a "
+            "sample has to be a function of its index (and of the random numbers of its place)."
+        )
 
 
 def _share(rank: Any, world: Any, mesh: Any) -> tuple[Share, bool]:

@@ -96,7 +96,7 @@ class Anchor:
 class LanePosition:
     """The position of one lane: epoch, turns and samples delivered in it, and how to make the rest.
 
-    ``sizes`` lists ``[first sample, batch size]`` wherever the batch size changed since the anchor: random numbers
+    ``sizes`` lists ``[first sample, batch size]`` wherever the batch size changed in this epoch: random numbers
     are seeded per batch, so samples that are made again need the bounds of the batches they were in.
     ``ledger`` is the count of samples over all epochs and their rolling digest. ``exact`` says that states are exact
     by construction (a stream's, or trusted ones): no witness is needed.
@@ -136,7 +136,6 @@ class LanePosition:
         at, before, after = capture
         if self.exact:
             self.anchor = Anchor(at, None, after)
-            self._forget_sizes()
         elif before != after:
             del self.newer[1:]
             self.newer.append(Anchor(at, before, after, wait=0 if mid_batch else 1))
@@ -148,13 +147,7 @@ class LanePosition:
             if self.newer[number].fixed:
                 self.anchor = self.newer[number]
                 del self.newer[: number + 1]
-                self._forget_sizes()
                 return
-
-    def _forget_sizes(self) -> None:
-        at = self.anchor.at if self.anchor else 0
-        while len(self.sizes) > 1 and self.sizes[1][0] <= at:
-            del self.sizes[0]
 
     def end(self, made: Made) -> None:
         """The lane has no more turns in this epoch."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from tests import datasets as ds
@@ -61,7 +62,8 @@ def _text(corpus: str, world: int) -> tuple[Any, dict[str, Any]]:
 
 def _adopted(corpus: str, world: int) -> tuple[Any, dict[str, Any]]:
     dataset = ds.Numbers(GLOBAL_BATCH * 8)
-    return dataset, {"batch_size": GLOBAL_BATCH // world, "sampler": DistributedSampler(dataset, seed=5)}
+    alone = {} if dist.is_initialized() else {"num_replicas": 1, "rank": 0}
+    return dataset, {"batch_size": GLOBAL_BATCH // world, "sampler": DistributedSampler(dataset, seed=5, **alone)}
 
 
 KINDS: dict[str, Callable[[str, int], tuple[Any, dict[str, Any]]]] = {
@@ -73,7 +75,7 @@ KINDS: dict[str, Callable[[str, int], tuple[Any, dict[str, Any]]]] = {
     "plain map": lambda corpus, world: (ds.Numbers(40), {"batch_size": 4, "shuffle": True}),
     "plain iterable": lambda corpus, world: (ds.Late(40), {"batch_size": 4}),
 }
-# Those that find out about ranks by themselves, or know nothing of them.
+# One whose sampler finds out about ranks, and those that nobody tells of them.
 WITHOUT_DP_ARGUMENTS = {"adopted", "plain map", "plain iterable"}
 
 
@@ -84,7 +86,17 @@ def make_loader(kind: str, corpus: str | Path, rank: int = 0, world: int = 1, **
         arguments |= {"seed": 7, "dp_rank": rank, "dp_world_size": world}
     if "mesh" in others:
         del arguments["dp_rank"], arguments["dp_world_size"]
-    return StatefulDataLoader(dataset, **{**arguments, **others})
+    return StatefulDataLoader(**{"dataset": dataset, **arguments, **others})
+
+
+def lanes_in(state: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The fields of the lanes in a position."""
+    return {name: json.loads(leaf)["lane"] for name, leaf in state.items() if name.startswith("lane-")}
+
+
+def ended_of(state: Mapping[str, str]) -> bool:
+    """Whether a lane of this position has ended."""
+    return any(lane["ended"] for lane in lanes_in(state).values())
 
 
 def rows_of(batch: Any) -> list[Any]:

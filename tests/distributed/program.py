@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.loaders import make_loader, rows_of
+from tests.distributed.loaders import ended_of, make_loader, rows_of
 from unbroken import StatefulDataLoader
 
 STEPS_DURING_A_SAVE = 2
@@ -152,9 +152,7 @@ class Performer:
                 self._loader.sampler.set_epoch(epoch)
             for batch in self._loader:
                 steps += 1
-                state = self._loader.state_dict()
-                ended = any(json.loads(leaf)["ended"] for name, leaf in state.items() if name.startswith("lane-"))
-                self.write(epoch=epoch, rows=rows_of(batch), ended=ended)
+                self.write(epoch=epoch, rows=rows_of(batch), ended=ended_of(self._loader.state_dict()))
                 yield steps
 
     def _save(self, steps: int) -> None:

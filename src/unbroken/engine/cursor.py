@@ -188,8 +188,12 @@ class Cursor:
     def _attempts(self) -> list[tuple[str | None, int]]:
         """Where to open, and which sample that would give first: by claim, then one earlier or later."""
         anchor = self._start.anchor
-        if anchor is None or anchor.at == 0 or self._opening.exact or self._rules.resume == "trust":
-            return [(anchor.after, anchor.at)] if anchor else []
+        if anchor is None or self._rules.resume == "replay":
+            return [(None, 0)]
+        if anchor.at == 0 or self._opening.exact or self._rules.resume == "trust":
+            return [(anchor.after, anchor.at)]
+        if not anchor.fixed:  # of a position that was saved with resume="trust"
+            return []
         at = anchor.at
         return [(anchor.after, at), (anchor.after, at - 1), (anchor.after, at + 1), (anchor.before, at - 1)]
 
@@ -239,6 +243,12 @@ class Cursor:
 
     def _inexact_text(self, start: LanePosition) -> str:
         at = start.anchor.at if start.anchor else 0
+        if not self._attempts():
+            return (
+                f'This position of {self._opening.name} was saved with resume="trust", and holds nothing by which the '
+                f"place of lane {self._lane} could be checked.\n"
+                'Load it with resume="trust", or with resume="replay" to make everything again from the start of the epoch.'
+            )
         return (
             f"{self._opening.name} did not make again what it had delivered.\n"
             f"Lane {self._lane}, epoch {start.epoch}: opened at the state saved around sample {at}, it should have "

@@ -58,6 +58,7 @@ class Epoch(Iterator[Any]):
             self._engine = engine
             if not self._keep_engine:
                 self._closer = weakref.finalize(self, engine.close)
+                self._closer.atexit = False  # the engine sees to that itself
 
     def __iter__(self) -> Epoch:
         return self

@@ -89,11 +89,15 @@ class _Lanes:
     def restart(self) -> None:
         """Place every lane at its position; whatever was made ahead is forgotten."""
         position = self.position
-        live = {number: lane.turns for number, lane in position.lanes.items() if not lane.ended}
-        self.turns, self.planned = Turns(live), Turns(live)
+        self.count_turns()
+        self.planned = self.turns.copy()
         self.host_of = {number: place % self.engine.hosts for place, number in enumerate(position.lanes)}
         starts = {number: replace(lane) for number, lane in position.lanes.items()}
         self.engine.open(position.epoch, position.epochs.get("dataset"), starts)
+
+    def count_turns(self) -> None:
+        """Whose turn it is, from what was delivered."""
+        self.turns = Turns({number: lane.turns for number, lane in self.position.lanes.items() if not lane.ended})
 
     def end(self, number: int, made: Made) -> None:
         """A lane has no more turns in this epoch."""
@@ -152,6 +156,10 @@ class LaneFeed(Feed):
         self._undelivered -= 1
         try:
             return self._lanes.engine.collect(ticket)
+        except WorkerTimeout:
+            self._ahead[number].appendleft(ticket)  # it may still come
+            self._undelivered += 1
+            raise
         except BaseException:
             self._failed = True
             raise
@@ -248,6 +256,11 @@ class RowFeed(Feed):
             batch = self._batch([row for _, row in taken])
         except StopIteration:
             raise
+        except WorkerTimeout:  # what is missing may still come
+            for number, row in reversed(taken):
+                self._rows[number].appendleft(row)
+            self._lanes.count_turns()
+            raise
         except BaseException:
             self._failed = True
             raise
@@ -285,8 +298,9 @@ class RowFeed(Feed):
                 self._ahead[host].append(_Ahead(self._lanes.engine.submit(host, task, shared), task, shared))
 
     def _take_in(self, host: int) -> None:
-        ahead = self._ahead[host].popleft()
+        ahead = self._ahead[host][0]
         reply = self._lanes.engine.collect(ahead.ticket)
+        self._ahead[host].popleft()
         rows, layout, failure = reply.made
         self._layout = self._layout or layout
         loose = iter(reply.batch or ())

@@ -109,21 +109,21 @@ class Host:
             self._cursors[lane] = self._cursor(lane, start, dataset_epoch, len(starts))
 
     def _cursor(self, lane: int, start: LanePosition, dataset_epoch: int | None, neighbours: int) -> Cursor:
-        plan = self._plan
-        if plan.kind == "stream":
-            opening: Opening = StreamOpening(plan.dataset, Lane(lane, plan.lanes, start.epoch, plan.rules.run))
-            info = None
-        else:
+        plan, dataset = self._plan, self._plan.dataset
+        if plan.kind != "stream" and neighbours > 1:
             if lane not in self._datasets:
-                self._datasets[lane] = copy_dataset(plan.dataset) if neighbours > 1 else plan.dataset
+                self._datasets[lane] = copy_dataset(dataset)
             dataset = self._datasets[lane]
+        info = None
+        if plan.hosts or plan.lanes > 1:  # one lane inline sees none, as in torch
+            info = lane_info(lane, plan.lanes, key(plan.rules.run, "worker", start.epoch, lane), dataset)
+            self._initialise(lane, info)
+        if plan.kind == "stream":
+            opening: Opening = StreamOpening(dataset, Lane(lane, plan.lanes, start.epoch, plan.rules.run))
+        else:
             what = f"the state_dict() of {type(dataset).__qualname__}"
             opening = TorchOpening(dataset, use_state=plan.rules.resume != "replay", what=what)
             opening.set_epoch(dataset_epoch)
-            seed = key(plan.rules.run, "worker", start.epoch, lane)
-            info = lane_info(lane, plan.lanes, seed, dataset) if plan.hosts or plan.lanes > 1 else None
-            if info is not None:
-                self._initialise(lane, info)
         return Cursor(opening, lane, start, plan.rules, info=info, report=self._report)
 
     def _initialise(self, number: int, info: Any) -> None:

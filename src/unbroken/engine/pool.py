@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from time import monotonic
 from typing import Any, final
 
@@ -79,7 +80,9 @@ class Pool(Engine):
         self._ring = Ring(self._announce, self._retract)
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
-        self._close = weakref.finalize(self, _shut_down, self._workers, self._selector, os.getpid())
+        # Unlike weakref.finalize, it runs before multiprocessing waits for the children of a process that ends, in the
+        # main process and in those that multiprocessing started.
+        self._close = Finalize(self, _shut_down, args=(self._workers, self._selector), exitpriority=100)
         try:
             for number in range(plan.hosts):
                 self._start(plan, context, number)
@@ -161,7 +164,7 @@ class Pool(Engine):
 
     def _receive(self, deadline: float) -> bool:
         """Take in what has come; True where a worker told that it is making samples again."""
-        if not self._close.alive:
+        if not self._close.still_active():
             raise WorkerDied(
                 "The worker processes of this iterator have been shut down; call iter() on the loader again."
             )
@@ -232,7 +235,7 @@ class Pool(Engine):
         try:
             worker.channel.send(message, descriptor, when_full=lambda: self._read(worker))
         except OSError:
-            if not self._close.alive:
+            if not self._close.still_active():
                 raise WorkerDied("The worker processes of this iterator have been shut down.") from None
             self._bury(worker)
 
@@ -292,9 +295,7 @@ def _death_text(worker: _Worker) -> str:
     )
 
 
-def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector, owner: int) -> None:
-    if os.getpid() != owner:
-        return
+def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
     selector.close()
     for worker in workers:
         worker.channel.close()  # an idle worker ends at once
