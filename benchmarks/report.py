@@ -7,16 +7,17 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+import unbroken
 from benchmarks.measure import Goal, Line, number
 
-PACKAGES = ("unbroken", "torch", "torchdata", "numpy", "tokenizers", "xxhash", "orjson")
+PACKAGES = ("torch", "torchdata", "numpy", "tokenizers", "xxhash", "orjson")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def write(rows: list[Row], folder: Path, *, quick: bool, load: tuple[float, ...]
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "quick": quick,
         "machine": machine() | {"load_before": load},
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version(), "unbroken": unbroken.__version__}
+        | {name: version(name) for name in PACKAGES},
         "rows": [
             {"name": row.name, "seconds": round(row.seconds, 1), "lines": [_as_json(line) for line in row.lines]}
             for row in rows
@@ -90,10 +92,3 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from its sources
-        return "not installed"

@@ -262,6 +262,24 @@ class DocumentAhead(Sized, IterableDataset):
         self.document = state["document"]
 
 
+class PeriodicAhead(DocumentAhead):
+    """The same over content that comes again every few rows, so that a jump of that many looks like none."""
+
+    def __init__(self, n: int, period: int) -> None:
+        super().__init__(n)
+        self.period = period
+
+    def __iter__(self) -> Iterator[int]:
+        return (row % self.period for row in super().__iter__())
+
+
+class PeriodicCoarse(CoarseEntering):
+    """A state for every three rows, over content that comes again every three."""
+
+    def row(self, number: int) -> int:
+        return number % 3
+
+
 class OpeningsCounted(WellBehaved):
     """Its openings are counted in the state, which therefore differs between equal places."""
 

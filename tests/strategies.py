@@ -53,6 +53,8 @@ REFUSED_OR_EXACT: dict[str, Callable[[int], Any]] = {
     "constant content, late": ds.ConstantLate,
     "constant content, coarse": ds.ConstantCoarse,
     "repeating content, late": ds.RepeatingContent,
+    "periodic content, coarse": ds.PeriodicCoarse,
+    **{f"periodic content, document ahead, {p}": partial(ds.PeriodicAhead, period=p) for p in (2, 3, 4, 5)},
     "order by openings": ds.OrderByOpenings,
     "draws in flight": ds.DrawsInFlight,
     "hidden buffer": ds.HiddenBuffer,
@@ -83,6 +85,12 @@ SAMPLERS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "with state on its iterator": lambda d, b: {"batch_size": b, "sampler": ds.SamplerWithStateOnIterator(len(d))},
     "without state": lambda d, b: {"batch_size": b, "sampler": ds.SamplerWithoutState(len(d))},
     "torch's batches": lambda d, b: {"batch_sampler": BatchSampler(RandomSampler(d), b, False)},
+    "torch's batches, no rest": lambda d, b: {"batch_sampler": BatchSampler(SequentialSampler(d), min(b, 2), True)},
+    "torch's batches, distributed": lambda d, b: {"batch_sampler": BatchSampler(DistributedSampler(d, 2, 1), b, False)},
+    "torch's batches, with state": lambda d, b: {"batch_sampler": BatchSampler(ds.SamplerWithState(len(d)), b, False)},
+    "torch's batches, a list": lambda d, b: {"batch_sampler": BatchSampler([*range(len(d))][::-1], b, False)},
+    "a list": lambda d, b: {"batch_size": b, "sampler": [*range(len(d))][::-1]},
+    "a list of batches": lambda d, b: {"batch_sampler": [[0], [len(d) - 1, 0], [1]]},
     "batches with state": lambda d, b: {"batch_sampler": ds.BatchesWithState(len(d))},
     "batches without state": lambda d, b: {"batch_sampler": ds.BatchesWithoutState(len(d))},
     "one row at a time": lambda d, b: {"batch_size": None, "shuffle": True},
@@ -143,7 +151,7 @@ def map_style_setups(draw: st.DrawFn, sampler: str | None = None) -> tuple[str, 
     }
     if name == "shuffle, generator":
         arguments["seed"] = None  # one or the other
-    if name not in {"torch's batches", "batches with state", "batches without state", "one row at a time"}:
+    if "batches" not in name and name != "one row at a time":
         arguments["drop_last"] = draw(st.booleans())
     return name, Setup(make_dataset, draw(st.integers(2, 30)), arguments, name, draw(st.integers(1, 5)))
 

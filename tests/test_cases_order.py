@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from tests import datasets as ds
 from tests import strategies as draws
@@ -98,9 +98,9 @@ def test_without_a_seed_the_first_epoch_has_torchs_order(num_workers: int, gener
     assert order(StatefulDataLoader) == order(DataLoader)
 
 
-@pytest.mark.parametrize("sampler", ["random", "random, replacement", "weighted", "subset", "torch's batches"])
-def test_torchs_samplers_have_torchs_order_in_the_first_epoch(sampler: str) -> None:
-    """Case 16."""
+@pytest.mark.parametrize("sampler", draws.SAMPLERS)
+def test_every_sampler_has_torchs_order_in_the_first_epoch(sampler: str) -> None:
+    """Case 16: without a seed, whatever the sampler is."""
 
     def order(loader_class: type[Any]) -> list[Any]:
         torch.manual_seed(11)
@@ -145,11 +145,24 @@ def test_augmentation_has_the_same_numbers_on_any_number_of_workers(dataset: Any
 
 @pytest.mark.parametrize("seed_by", ["batch", "sample"])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_augmentation_differs_between_batches_and_epochs(seed: int | None, seed_by: str) -> None:
-    """Case 17: no two samples have the same noise."""
-    loader = StatefulDataLoader(ds.Augmented(12), batch_size=3, seed=seed, seed_by=seed_by)
-    noise = [x % 1 for _ in range(2) for batch in loader for x in batch.tolist()]
-    assert len(set(noise)) == 24
+@pytest.mark.parametrize(
+    ("dataset", "arguments"),
+    [
+        (ds.Augmented, {"batch_size": 3}),
+        (ds.Augmented, {"batch_size": 3, "shuffle": True}),
+        (ds.Augmented, {"batch_sampler": ds.BatchesWithState(12)}),
+        (ds.Augmented, {"batch_sampler": BatchSampler(range(12), 5, False)}),
+        (ds.RandomContent, {"batch_size": 3}),
+        (ds.RandomContent, {"batch_size": 3, "lanes": 3}),
+    ],
+)
+def test_no_two_samples_have_the_same_noise(
+    dataset: Any, arguments: dict[str, Any], seed: int | None, seed_by: str
+) -> None:
+    """Case 17: over two epochs, in the first batch after the opening and in later ones."""
+    loader = StatefulDataLoader(dataset(12, source="random"), seed=seed, seed_by=seed_by, **arguments)
+    noise = [round(x % 1, 9) for _ in range(2) for batch in loader for x in batch.tolist()]
+    assert len(set(noise)) == len(noise) == 24
 
 
 def test_seeded_by_sample_the_numbers_do_not_depend_on_the_batch_size_or_ranks() -> None:
@@ -162,6 +175,9 @@ def test_seeded_by_sample_the_numbers_do_not_depend_on_the_batch_size_or_ranks()
     alone = rows(batch_size=4)
     assert rows(batch_size=6) == alone
     ranks = [rows(batch_size=2, dp_rank=rank, dp_world_size=2) for rank in range(2)]
+    assert sorted(ranks[0] + ranks[1]) == sorted(alone)
+    alone = rows(batch_sampler=ds.BatchesWithoutState(24))
+    ranks = [rows(batch_sampler=ds.BatchesWithoutState(24), dp_rank=rank, dp_world_size=2) for rank in range(2)]
     assert sorted(ranks[0] + ranks[1]) == sorted(alone)
 
 

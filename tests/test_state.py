@@ -41,7 +41,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)

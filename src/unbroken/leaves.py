@@ -63,12 +63,14 @@ class Leaves:
 
     def write(self, position: Position) -> dict[str, str]:
         """Every leaf of this rank, and the header."""
-        state = {HEADER: self._header}
+        # Where this rank stands is told in the header too, which one rank writes for all: it is held against each leaf.
+        state = {
+            HEADER: f'{self._header[:-1]},"at":[{position.epoch},{position.step - position.began},{position.step}]}}'
+        }
         if isinstance(position, MapPosition):
-            state["place" if self.shared else self._of_rank] = position.leaf()
+            state["place" if self.shared else self._of_rank] = position.leaf(shared=self.shared)
         elif isinstance(position, LanesPosition) and self.shared:
-            for lane in position.lanes:
-                state[f"lane-{lane:06d}"] = position.leaf(lane)
+            state |= {f"lane-{lane:06d}": leaf for lane, leaf in position.leaves().items()}
         elif isinstance(position, LanesPosition):
             state[self._of_rank] = position.leaf_of_all()
         return state
@@ -97,7 +99,7 @@ class Leaves:
             position = self._read_map(state)
         elif self.shared:
             self._check_lanes(header)
-            position = self._read_lanes(state)
+            position = self._read_lanes(state, header)
         else:
             position = self._read_all(state)
         fixed = frozenset({"files"}) if position.mid_epoch else frozenset[str]()
@@ -112,14 +114,16 @@ class Leaves:
         return MapPosition.from_leaf(parse_leaf(state, name), name)
 
     def _check_lanes(self, header: Mapping[str, Any]) -> None:
-        if header.get("lanes") != self.lanes:
+        if type(header.get("lanes")) is not int:
+            raise InvalidState("The header of this position has no number of lanes: it was cut short or changed.")
+        if header["lanes"] != self.lanes:
             raise StateMismatch(
                 f"this position was saved for another number of lanes.\n  lanes          saved {header.get('lanes')}   "
                 f"now {self.lanes}   (order-changing)\n"
                 f"Lanes are fixed for a run, while ranks and workers may change: pass lanes={header.get('lanes')}."
             )
 
-    def _read_lanes(self, state: Mapping[str, Any]) -> LanesPosition:
+    def _read_lanes(self, state: Mapping[str, Any], header: Mapping[str, Any]) -> LanesPosition:
         exact = self.kind == "stream" or self.trusted
         wanted = [(lane, f"lane-{lane:06d}") for lane in self.mine]
         missing = [name for _, name in wanted if name not in state]
@@ -134,8 +138,9 @@ class Leaves:
             )
         names = sorted(name for name in state if name.startswith("lane-"))
         leaves = {name: parse_leaf(state, name) for name in names}
-        _check_one_run(leaves)
-        return LanesPosition.from_leaves(((lane, name, leaves[name]) for lane, name in wanted), exact)
+        position = LanesPosition.from_leaves(((lane, name, leaves[name]) for lane, name in wanted), exact)
+        _check_one_save(leaves, header.get("at"))
+        return position
 
     def _read_all(self, state: Mapping[str, Any]) -> LanesPosition:
         name = self._of_rank
@@ -154,25 +159,29 @@ class Leaves:
         return position
 
 
-def _check_one_run(leaves: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse leaves that were saved at different steps, or by different runs."""
+def _check_one_save(leaves: Mapping[str, Mapping[str, Any]], at: Any) -> None:
+    """Refuse leaves that were saved at different steps, or by different runs; ``at`` is epoch and step of the
+    header.
+    """
     runs = {leaf.get("run") for leaf in leaves.values()}
     if len(runs) > 1:
         raise IncompleteState(
             "The lanes of this position come from different runs (their seeds differ). Merge only states that were "
-            "saved "
-            "together."
+            "saved together."
         )
-    steps: dict[Any, str] = {}
+    # Ranks may end an epoch at different steps, and some begin the next before the others: then either all have made as
+    # many steps since the run began, or those in one epoch as many since that began.
+    places = [("the header", *at)] if isinstance(at, list) and len(at) == 3 else []
     for name, leaf in leaves.items():
-        # A rank whose lanes have all ended stands still while the others go on.
-        lane = leaf.get("lane") or {}
-        if not lane.get("ended") and lane.get("delivered"):
-            steps.setdefault(leaf.get("step"), name)
-    if len(steps) > 1:
-        found = ", ".join(f"{name} at step {step}" for step, name in list(steps.items())[:4])
-        raise IncompleteState(
-            f"The lanes of this position were saved at different steps: {found}.\nSave on all ranks after the same "
-            "step, "
-            "and merge only states of one save."
-        )
+        if not leaf["lane"].get("ended"):
+            places.append((name, leaf["lane"]["epoch"], leaf["step"] - leaf["began"], leaf["step"]))
+    if len({step for *_, step in places}) <= 1:
+        return
+    for epoch in {epoch for _, epoch, _, _ in places}:
+        found = {inside: f"{name} at step {step}" for name, e, inside, step in places if e == epoch}
+        if len(found) > 1:
+            raise IncompleteState(
+                f"The parts of this position were saved at different steps of epoch {epoch}: "
+                f"{', '.join(list(found.values())[:4])}.\n"
+                "Save on all ranks after the same step, and merge only states of one save."
+            )

@@ -36,6 +36,7 @@ from unbroken.leaves import Leaves
 from unbroken.options import (
     WatchedBatchSampler,
     check_options,
+    check_order,
     distributed_rank,
     epoch_holders,
     fingerprint_of,
@@ -158,12 +159,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
             self._order = MapOrder(
                 self.sampler if own else None, batch_sampler, size, self.drop_last, options.share, shuffled_by
             )
-            if options.share.world > 1 and options.seed is None and self._order.random_without_generator:
-                raise ValueError(
-                    f"{options.share.world} ranks would each draw an order of their own: a random order on several "
-                    "ranks needs "
-                    "seed=, the same on every rank."
-                )
+            check_order(self._order, options)
         if type(self.batch_sampler) is BatchSampler and given["batch_sampler"] is None:
             watched = WatchedBatchSampler(self.batch_sampler.sampler, self.batch_sampler.batch_size, self.drop_last)
             object.__setattr__(self, "batch_sampler", watched)
@@ -199,6 +195,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def _stand_at(self, position: Position, *, resumed: bool) -> None:
         self._position, self._resumed, self._begun = position, resumed, False
+        self._begin_afresh(position)
         for name, holder in epoch_holders(self).items():
             if name in position.epochs:
                 holder.set_epoch(position.epochs[name])
@@ -213,6 +210,12 @@ class StatefulDataLoader(DataLoader[Any], Run):
             return MapPosition()
         exact = self._kind == "stream" or self._options.resume == "trust"
         return LanesPosition({lane: LanePosition(exact=exact) for lane in self._mine()})
+
+    def _begin_afresh(self, position: Position) -> None:
+        """Lanes that stand at the very beginning begin as the dataset did at first, whatever became of it since."""
+        for lane in position.lanes.values() if isinstance(position, LanesPosition) else ():
+            if lane.anchor is None and lane.carry is None:
+                lane.carry = self._pristine
 
     @property
     def _shared(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch.distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from unbroken.errors import LaneError
 from unbroken.lanes import LaneStream
 from unbroken.sampling import MapOrder, Share
 
@@ -18,6 +19,7 @@ __all__ = [
     "Options",
     "WatchedBatchSampler",
     "check_options",
+    "check_order",
     "distributed_rank",
     "epoch_holders",
     "say_once",
@@ -81,6 +83,8 @@ def check_options(given: dict[str, Any]) -> Options:
         raise ValueError("seed and generator both say where random numbers come from: pass one of them.")
     share, sharded = _share(given["dp_rank"], given["dp_world_size"], given["mesh"])
     sampler = given["sampler"]
+    if type(given["batch_sampler"]) is BatchSampler:
+        sampler = given["batch_sampler"].sampler
     if isinstance(sampler, DistributedSampler):
         adopted = Share(sampler.rank, sampler.num_replicas)
         if sharded and share != adopted:
@@ -92,6 +96,26 @@ def check_options(given: dict[str, Any]) -> Options:
     return Options(
         seed, given["seed_by"], given["lanes"], share, sharded, given["resume"], given["snapshot_every_n_steps"]
     )
+
+
+def check_order(order: MapOrder, options: Options) -> None:
+    """Refuse an order that ranks would not share, and ranks that would have no part in it."""
+    rank, world = order.share.rank, order.share.world
+    if world > 1 and options.seed is None and order.random_without_generator:
+        raise ValueError(
+            f"{world} ranks would each draw an order of their own: a random order on several ranks needs seed=, the "
+            "same "
+            "on every rank."
+        )
+    try:
+        total = order.total()
+    except TypeError:  # a sampler without a length
+        return
+    if world > 1 and total <= rank:
+        raise LaneError(
+            f"Rank {rank} of {world} has no data: an epoch has {total} {'batches' if order.by_batch else 'rows'}.\n"
+            f"Use at most {total} ranks, or more data."
+        )
 
 
 def fingerprint_of(

@@ -27,7 +27,8 @@ class Made:
 
     ``digests`` are those of the last samples of the turn, one or more: the place is checked by them on a resume.
 
-    ``capture`` is ``(at, before, after)``: the sealed states before and after sample ``at - 1``. ``opened`` is the
+    ``capture`` is ``(at, before, after)``: the sealed states before and after sample ``at - 1``; the first is None
+    where ``after`` stands alone. ``opened`` is the
     sealed state at the opening of the epoch, sent once. A turn of an exhausted lane has ``ended`` and its ``carry``.
     """
 
@@ -49,7 +50,8 @@ class Made:
 @final
 @dataclass(slots=True)
 class Anchor:
-    """Sealed states around sample ``at - 1``, and the digests that must come again when a resume starts here.
+    """A sealed state at sample ``at`` (or those before and after sample ``at - 1``), and the digests that must come
+    again when a resume starts here.
 
     The first samples made after an opening run under the opening's own random numbers, so witnesses are taken from
     ``wait`` batches later on. Neighbours that differ fix the place: no shift by one matches both. An anchor at 0 is
@@ -98,8 +100,8 @@ class LanePosition:
 
     ``sizes`` lists ``[first sample, batch size]`` wherever the batch size changed in this epoch: random numbers
     are seeded per batch, so samples that are made again need the bounds of the batches they were in.
-    ``ledger`` is the count of samples over all epochs and their rolling digest. ``exact`` says that states are exact
-    by construction (a stream's, or trusted ones): no witness is needed.
+    ``ledger`` is the count of samples over all epochs, and a rolling digest of the last sample of each turn.
+    ``exact`` says that states are exact by construction (a stream's, or trusted ones): no witness is needed.
     """
 
     exact: bool = False
@@ -113,16 +115,16 @@ class LanePosition:
     anchor: Anchor | None = None
     newer: list[Anchor] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
-    _json: orjson.Fragment | None = None
+    _json: str | None = None
 
-    def deliver(self, made: Made, size: int, digest: int) -> None:
-        """Count a delivered turn of up to ``size`` samples; ``digest`` stands for all of it in the ledger."""
+    def deliver(self, made: Made, size: int) -> None:
+        """Count a delivered turn of up to ``size`` samples."""
         self._json = None
         start, number = self.delivered, made.number
         self.turns += 1
         self.delivered += number
-        self.last = made.digests[-1] if made.digests else self.last
-        self.ledger = (self.ledger[0] + number, fold(self.ledger[1], [digest]))
+        self.last = made.digests[-1]
+        self.ledger = (self.ledger[0] + number, fold(self.ledger[1], [self.last]))
         if made.opened is not None:
             self.anchor = Anchor(0, None, made.opened[1])
         if not self.sizes or self.sizes[-1][1] != size:
@@ -136,7 +138,7 @@ class LanePosition:
         at, before, after = capture
         if self.exact:
             self.anchor = Anchor(at, None, after)
-        elif before != after:
+        else:
             del self.newer[1:]
             self.newer.append(Anchor(at, before, after, wait=0 if mid_batch else 1))
 
@@ -176,10 +178,10 @@ class LanePosition:
                 return (sample - first) % size == 0
         return True
 
-    def to_json(self) -> orjson.Fragment:
+    def to_json(self) -> str:
         """The fields of this lane as JSON, made anew only where the lane has moved."""
         if self._json is None:
-            self._json = orjson.Fragment(orjson.dumps(self._fields()))
+            self._json = orjson.dumps(self._fields()).decode()
         return self._json
 
     def _fields(self) -> dict[str, Any]:
@@ -220,12 +222,14 @@ class LanePosition:
 
 
 class Position(ABC):
-    """Where a rank stands in a run: ``step`` batches delivered over all epochs, under the run's key.
+    """Where a rank stands in a run: ``step`` batches delivered over all epochs, ``began`` of them before this epoch.
 
+    ``run`` is the run's key. Ranks may end an epoch at different steps, so they agree about the steps of an epoch only.
     ``epochs`` are the ``epoch`` attributes that the user's dataset and sampler had when the epoch began.
     """
 
     step: int
+    began: int
     run: int | None
     epochs: dict[str, int]
 
@@ -255,6 +259,7 @@ class LanesPosition(Position):
 
     lanes: dict[int, LanePosition]
     step: int = 0
+    began: int = 0
     run: int | None = None
     epochs: dict[str, int] = field(default_factory=dict)
 
@@ -262,43 +267,50 @@ class LanesPosition(Position):
     def epoch(self) -> int:
         return min(lane.epoch for lane in self.lanes.values())
 
+    def turns(self) -> dict[int, int]:
+        """The turns taken by each lane that has more in this epoch. A lane that is ahead waits for the others."""
+        epoch = self.epoch
+        return {n: lane.turns for n, lane in self.lanes.items() if lane.epoch == epoch and not lane.ended}
+
     @property
     def mid_epoch(self) -> bool:
         return any(lane.delivered or lane.ended for lane in self.lanes.values())
 
     def settle(self, pristine: str | None) -> None:
-        """After a load: lanes of a rank that had begun its next epoch wait for the others; if none is left, go on."""
-        epoch = self.epoch
-        for lane in self.lanes.values():
-            if lane.epoch > epoch:
-                lane.epoch, lane.ended = epoch, True
-        if all(lane.ended for lane in self.lanes.values()):
+        """After a load: where no lane has more in this epoch, go on with the next."""
+        if not self.turns():
             self.next_epoch(pristine)
 
     def next_epoch(self, pristine: str | None) -> None:
+        epoch, self.began = self.epoch, self.step
         for lane in self.lanes.values():
-            lane.next_epoch(pristine)
+            if lane.epoch == epoch:  # others came from a rank that had begun the next already
+                lane.next_epoch(pristine)
 
     def copy(self) -> LanesPosition:
         return replace(self, lanes={number: replace(lane) for number, lane in self.lanes.items()})
 
-    def leaf(self, lane: int) -> str:
-        """The leaf of one lane."""
-        return _leaf(self, lane=self.lanes[lane].to_json())
+    def leaves(self) -> dict[int, str]:
+        """The leaf of every lane: one head for all, and of each lane what it has kept since it moved last."""
+        head = _leaf(self)[:-1]
+        return {number: f'{head},"lane":{lane.to_json()}}}' for number, lane in self.lanes.items()}
 
     def leaf_of_all(self) -> str:
         """One leaf for all lanes of a plain loader."""
-        return _leaf(self, lanes=[lane.to_json() for lane in self.lanes.values()])
+        return _leaf(self, lanes=[orjson.Fragment(lane.to_json()) for lane in self.lanes.values()])
 
     @staticmethod
     def from_leaves(leaves: Iterable[tuple[int, str, Mapping[str, Any]]], exact: bool) -> LanesPosition:
-        """Read the leaves ``(lane, name, leaf)`` of one rank; ``step`` and so on are those of the first."""
-        lanes = {}
-        head: Mapping[str, Any] = {}
+        """Read the leaves ``(lane, name, leaf)`` of one rank. Its step is that of the lane that came furthest.
+
+        Raises ``InvalidState`` where a field is missing or of another type.
+        """
+        lanes, heads = {}, []
         for lane, name, leaf in leaves:
-            lanes[lane] = LanePosition.from_json(leaf.get("lane"), name, exact)
-            head = head or leaf
-        return LanesPosition(lanes, *_head_of(head))
+            position = lanes[lane] = LanePosition.from_json(leaf.get("lane"), name, exact)
+            step, began, run, epochs = _head_of(leaf, name)
+            heads.append((-position.epoch, step - began, step, began, run, epochs))
+        return LanesPosition(lanes, *max(heads, key=lambda head: head[:3])[2:])
 
 
 @final
@@ -312,6 +324,7 @@ class MapPosition(Position):
     epoch: int = 0
     rows: int = 0
     step: int = 0
+    began: int = 0
     run: int | None = None
     ledger: int = 0
     sampler: dict[str, Any] | None = None
@@ -323,42 +336,43 @@ class MapPosition(Position):
         return self.rows > 0
 
     def deliver(self, rows: int, digest: int) -> None:
-        """Count a delivered batch; ``rows`` of the global order are done with it."""
+        """Count a delivered batch, whose last sample has this digest; ``rows`` of the global order are done with it."""
         self.rows = rows
         self.step += 1
         self.ledger = fold(self.ledger, [digest])
 
     def next_epoch(self, pristine: str | None) -> None:
         self.epoch += 1
-        self.rows = 0
+        self.rows, self.began = 0, self.step
         self.sampler = None
         self.cursor.next_epoch(pristine)
 
     def copy(self) -> MapPosition:
         return replace(self, cursor=replace(self.cursor))
 
-    def leaf(self) -> str:
-        """The leaf of a rank, or of all of them."""
+    def leaf(self, *, shared: bool) -> str:
+        """The leaf of a rank; or, ``shared``, that of all of them, without what one rank alone was given."""
         return _leaf(
             self,
             epoch=self.epoch,
             rows=self.rows,
-            ledger=self.ledger,
+            ledger=None if shared else self.ledger,
             sampler=self.sampler,
-            cursor=self.cursor.to_json(),
+            cursor=orjson.Fragment(self.cursor.to_json()),
         )
 
     @staticmethod
     def from_leaf(leaf: Mapping[str, Any], name: str) -> MapPosition:
         """Read a leaf. Raises ``InvalidState`` where a field is missing or of another type."""
         try:
-            step, run, epochs = _head_of(leaf)
+            step, began, run, epochs = _head_of(leaf, name)
             return MapPosition(
                 epoch=_whole(leaf["epoch"]),
                 rows=_whole(leaf["rows"]),
                 step=step,
+                began=began,
                 run=run,
-                ledger=_whole(leaf["ledger"]),
+                ledger=_whole(leaf["ledger"] or 0),
                 sampler=leaf["sampler"],
                 epochs=epochs,
                 cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
@@ -367,16 +381,17 @@ class MapPosition(Position):
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
 
-def _head_of(leaf: Mapping[str, Any]) -> tuple[int, int | None, dict[str, int]]:
+def _head_of(leaf: Mapping[str, Any], name: str) -> tuple[int, int, int | None, dict[str, int]]:
     try:
         epochs = {name: _whole(epoch) for name, epoch in leaf["epochs"].items()}
-        return _whole(leaf["step"]), None if leaf["run"] is None else _whole(leaf["run"]), epochs
+        run = None if leaf["run"] is None else _whole(leaf["run"])
+        return _whole(leaf["step"]), _whole(leaf["began"]), run, epochs
     except (KeyError, ValueError, AttributeError) as error:
-        raise InvalidState(f"A leaf of this position is cut short or changed: {error!r}.") from None
+        raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
 
 def _leaf(position: Position, **fields: Any) -> str:
-    head = {"step": position.step, "run": position.run, "epochs": position.epochs}
+    head = {"step": position.step, "began": position.began, "run": position.run, "epochs": position.epochs}
     return orjson.dumps(head | fields).decode()
 
 

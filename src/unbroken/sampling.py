@@ -23,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from unbroken.ledger import digest
 from unbroken.position import Made, MapPosition
 from unbroken.seeding import Permutation, key
 from unbroken.state import seal, unseal
@@ -77,28 +78,18 @@ class MapOrder:
     ) -> None:
         self.by_batch = batch_size is None and batch_sampler is not None
         self.base = sampler if batch_sampler is None or not self.by_batch else batch_sampler
-        if self.by_batch and type(batch_sampler) is BatchSampler:
+        if self.by_batch and type(batch_sampler) is BatchSampler and _kind_of(batch_sampler.sampler) != "custom":
             self.base, batch_size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
+            # A DistributedSampler shares out rows, and each rank makes batches of its own.
+            self.by_batch = _kind_of(self.base) != "distributed"
         self.batched = batch_sampler is not None
         self.size = batch_size or 1
         self.drop_last = drop_last
         self.share = share
         self._shuffled_by = shuffled_by
-        self.kind = self._kind()
+        self.kind = _kind_of(self.base) if shuffled_by is None else "permutation"
         if self.kind == "distributed":
             self.share = Share(self.base.rank, self.base.num_replicas)
-
-    def _kind(self) -> str:
-        base = self.base
-        if self._shuffled_by is not None:
-            return "permutation"
-        if type(base) is SequentialSampler:
-            return "sequential"
-        if type(base) in _DRAWN:
-            return "drawn"
-        if isinstance(base, DistributedSampler) and type(base).__iter__ is DistributedSampler.__iter__:
-            return "distributed"
-        return "custom"
 
     @property
     def random_without_generator(self) -> bool:
@@ -122,7 +113,21 @@ class MapOrder:
 
     def describe(self) -> dict[str, Any]:
         """The fields of the fingerprint that are the order's."""
-        return {"sampler": type(self.base).__qualname__ if self.kind != "permutation" else "shuffle with a seed"}
+        if self.kind == "permutation":
+            return {"sampler": "shuffle with a seed"}
+        name = type(self.base).__qualname__
+        if self.kind == "distributed":
+            name += f"(shuffle={self.base.shuffle}, seed={self.base.seed})"
+        elif isinstance(self.base, RandomSampler):
+            name += f"(replacement={self.base.replacement}, num_samples={self.base.num_samples})"
+        elif isinstance(self.base, WeightedRandomSampler):
+            weights = digest(self.base.weights)
+            name += (
+                f"(replacement={self.base.replacement}, num_samples={self.base.num_samples}, weights={weights:016x})"
+            )
+        elif isinstance(self.base, SubsetRandomSampler):
+            name += f"(indices={digest(list(self.base.indices)):016x})"
+        return {"sampler": name}
 
     def note_end(self, position: MapPosition) -> None:
         """At the start of an epoch's position: what a user's generator has come to, as the next draw goes on from
@@ -233,6 +238,19 @@ class MapOrder:
             if not mine or (self.drop_last and not self.by_batch and len(mine) < self.size):
                 return
             indices = mine[0] if self.by_batch or not self.batched else mine
-            yield Step(indices, start + offset, world, start + len(made.samples), made)
+            place = start + offset
+            if self.by_batch:  # batches are of any size: room for the places of their rows
+                place <<= 32
+            yield Step(indices, place, 1 if self.by_batch else world, start + len(made.samples), made)
             start += len(made.samples)
             made = make()
+
+
+def _kind_of(sampler: Any) -> str:
+    if type(sampler) is SequentialSampler:
+        return "sequential"
+    if type(sampler) in _DRAWN:
+        return "drawn"
+    if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
+        return "distributed"
+    return "custom"

@@ -121,6 +121,9 @@ class Launches:
                 load = self.at(f"one epoch, {kind}", -1)
                 yield Run(f"next epoch, {kind}", kind, first_epoch=1, epochs=1, load=load)
             yield Run("smaller batches", "text", arguments={"batch_size": 5}, load=self.at("four, text", 5))
+            if ranks == 1:
+                for kind in ("plain map", "plain iterable"):
+                    yield Run(kind, kind, load=self.at(kind, 3))
             if ranks == 2:
                 for name in ("peers", "mesh"):
                     yield Run(name, "lanes", epochs=1, load=self.at(name, 3))

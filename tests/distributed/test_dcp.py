@@ -255,8 +255,8 @@ def test_a_mesh_of_two_dimensions_is_refused(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain map", "plain iterable"])
-def test_a_plain_loader_on_several_ranks_has_a_key_that_carries_the_rank(launches: Launches, kind: str) -> None:
-    """Case 25: each rank goes on in its own order, though its process draws other numbers now."""
+def test_a_plain_loader_has_a_key_that_carries_the_rank(launches: Launches, kind: str) -> None:
+    """Cases 23 and 25: each rank goes on in its own order, though it draws other numbers; one rank alone does not."""
     saved, loaded = launches.two_save()[kind], launches.two_save()[f"{kind} again"]
     assert not saved.errors and not loaded.errors
     assert [set(states[3]) for states in saved.states] == [{"unbroken", "rank-0000"}, {"unbroken", "rank-0001"}]
@@ -264,6 +264,9 @@ def test_a_plain_loader_on_several_ranks_has_a_key_that_carries_the_rank(launche
     assert [steps[3:] for steps in saved.steps] == loaded.steps
     if kind == "plain map":
         assert saved.steps[0] != saved.steps[1]
+    (refused,) = launches.load(1)[kind].errors
+    assert re.search(r"StateMismatch.*ranks +saved 2 +now 1\b.*dp_world_size", refused["error"], re.DOTALL)
+    assert refused["unchanged"]
 
 
 # Case 20

@@ -13,7 +13,7 @@ from typing import Any, final
 from unbroken.engine.opening import Opening, set_worker_info
 from unbroken.errors import InexactDataset, InvalidState
 from unbroken.ledger import digest
-from unbroken.position import LanePosition, Made
+from unbroken.position import Anchor, LanePosition, Made
 from unbroken.seeding import Globals, key, seed_globals, write_globals
 
 __all__ = ["Cursor", "Report", "Rules"]
@@ -70,7 +70,14 @@ class Cursor:
         self._next = start.delivered
         self._opened_now = False
         self._exhausted = start.ended
+        self._trail: list[tuple[int, str | None]] = []
+        self._tries = 0
         self._pace = _Pace(rules.capture_every if not opening.exact else 1, start.turns)
+
+    @property
+    def _believed(self) -> bool:
+        """Whether a state is taken at its word: a stream's, which is exact by construction, or a trusted one."""
+        return self._opening.exact or self._rules.resume == "trust"
 
     @property
     def place(self) -> int:
@@ -98,23 +105,19 @@ class Cursor:
 
     def _produce(self, made: Made, size: int) -> None:
         began, rules = perf_counter(), self._rules
-        plan = self._pace.plan() if self._opening.stateful else "none"
-        before = self._capture() if plan == "each" else None
+        plan = self._pace.plan(size) if self._opening.stateful else "none"
         if not self._opened_now:
             seed_globals(self._batch_key(self._next))
         for number in range(size):
             if rules.seed_by == "sample" and not self._opened_now:
                 seed_globals(self._sample_key(self._next))
-            around = plan == "each" or (plan == "last" and number == size - 1)
-            if around and plan == "last" and not self._opening.exact:
-                before = self._capture()
+            around = plan == "each" or (plan == "last" and number >= size - 2)
+            if around and not self._believed and (not self._trail or self._trail[-1][0] != self._next):
+                self._capture(made)
             if not self._advance(made):
                 break
             if around:
-                after = self._capture()
-                if before != after or rules.resume == "trust":
-                    made.capture = (self._next, before, after)
-                before = after
+                self._capture(made)
         self._digest(made)
         if self._exhausted and (not made.samples or (rules.drop_last and len(made.samples) < size)):
             made.samples, made.digests, made.number, made.capture = [], [], 0, None
@@ -146,11 +149,33 @@ class Cursor:
         tail = _NEIGHBOURS if self._pace.fixing else 1
         made.digests = [digest(sample) for sample in made.samples[-tail:]]
 
-    def _capture(self) -> str | None:
+    def _capture(self, made: Made) -> None:
+        """Take the state before the next sample, and see whether it can be an anchor, with those taken just before.
+
+        A state that changed over the sample before it and over the one after it is of a dataset that steps with its
+        samples, and stands alone. One that changed over a single sample may mean a shard just entered, or rows read
+        ahead of their turn: which one is seen on a resume, and both states are kept for that.
+        """
         began = perf_counter()
         state = self._opening.capture()
         self._pace.spent(perf_counter() - began)
-        return state
+        if self._believed:
+            made.capture = (self._next, None, state)
+            return
+        trail = self._trail
+        if trail and trail[-1][0] != self._next - 1:
+            trail.clear()
+        trail.append((self._next, state))
+        del trail[:-3]
+        if len(trail) < 3:
+            return
+        first, (at, middle) = trail[0][1], trail[1]
+        if first != middle != state:
+            made.capture = (at, None, middle)
+        elif middle != state:
+            made.capture = (self._next, middle, state)
+        elif first != middle:
+            made.capture = (at, first, middle)
 
     # ---- opening, and making again what was delivered since the anchor
 
@@ -172,30 +197,38 @@ class Cursor:
             self._enter(start.carry)
             made.opened = (0, self._opening.capture())
             return
-        failure: Exception | None = None
-        missed = False
-        for state, first in self._attempts():
-            try:
-                if self._reach(state, first):
-                    return
-                missed = True
-            except Exception as error:  # a state that does not fit may make any dataset raise anything
-                failure = failure or error
-        if failure is not None and not missed:
-            raise failure
-        raise InexactDataset(self._inexact_text(start)) from failure
+        failures: list[Exception] = []
+        if self._find_place(start.anchor, failures):
+            return
+        if failures and self._tries == len(failures):
+            raise failures[0]
+        raise InexactDataset(self._inexact_text(start)) from (failures[0] if failures else None)
 
-    def _attempts(self) -> list[tuple[str | None, int]]:
-        """Where to open, and which sample that would give first: by claim, then one earlier or later."""
-        anchor = self._start.anchor
-        if anchor is None or self._rules.resume == "replay":
-            return [(None, 0)]
-        if anchor.at == 0 or self._opening.exact or self._rules.resume == "trust":
-            return [(anchor.after, anchor.at)]
+    def _find_place(self, anchor: Anchor, failures: list[Exception]) -> bool:
+        """Open where the anchor leads, and see by the digests of what is made again that it is the place."""
+
+        def leads_to(state: str | None, first: int) -> bool:
+            self._tries += 1
+            try:
+                return self._reach(state, first)
+            except Exception as error:  # a state that does not fit may make any dataset raise anything
+                failures.append(error)
+                return False
+
+        if self._rules.resume == "replay":
+            return leads_to(None, 0)
+        if anchor.at == 0 or self._believed:
+            return leads_to(anchor.after, anchor.at)
         if not anchor.fixed:  # of a position that was saved with resume="trust"
-            return []
+            return False
         at = anchor.at
-        return [(anchor.after, at), (anchor.after, at - 1), (anchor.after, at + 1), (anchor.before, at - 1)]
+        if anchor.before is None:  # the place after the sample, or before it where the state is updated late
+            return leads_to(anchor.after, at) or leads_to(anchor.after, at - 1)
+        ahead = leads_to(anchor.before, at - 1)
+        entered = any(leads_to(anchor.after, first) for first in (at, at - 1, at + 1))
+        if ahead and not entered:
+            return leads_to(anchor.before, at - 1)
+        return entered and not ahead  # content that repeats may let both match: then neither can be believed
 
     def _reach(self, state: str | None, first: int) -> bool:
         """Open at a state and make again what was delivered from sample ``first`` on; whether the digests agree."""
@@ -243,11 +276,12 @@ class Cursor:
 
     def _inexact_text(self, start: LanePosition) -> str:
         at = start.anchor.at if start.anchor else 0
-        if not self._attempts():
+        if start.anchor is not None and not start.anchor.fixed:
             return (
                 f'This position of {self._opening.name} was saved with resume="trust", and holds nothing by which the '
                 f"place of lane {self._lane} could be checked.\n"
-                'Load it with resume="trust", or with resume="replay" to make everything again from the start of the epoch.'
+                'Load it with resume="trust", or with resume="replay" to make everything again from the start of the '
+                "epoch."
             )
         return (
             f"{self._opening.name} did not make again what it had delivered.\n"
@@ -277,11 +311,18 @@ class _Pace:
         self._produced = 0.0
         self._planned = "none"
         self._coarse = False
+        self._second = False
         self.fixing = 0
 
-    def plan(self) -> str:
-        """Capture around no sample of this turn (``none``), the ``last``, or ``each``."""
+    def plan(self, size: int) -> str:
+        """Capture around no sample of this turn (``none``), the ``last`` two, or ``each``; of single samples, two
+        turns.
+        """
         self._turns += 1
+        if size == 1 and self._planned == "last" and not self._second:
+            self._second = True
+            return self._planned
+        self._second = False
         if self._every is not None:
             due = self._turns % self._every == 0
         else:

@@ -21,7 +21,6 @@ from unbroken.engine.host import MapTask, RowsTask, TurnTask
 from unbroken.engine.wire import RowLayout
 from unbroken.errors import LaneError, WorkerTimeout
 from unbroken.lanes import Turns
-from unbroken.ledger import digest
 from unbroken.position import LanesPosition, Made, MapPosition
 from unbroken.sampling import Step
 from unbroken.seeding import isolated, key
@@ -63,9 +62,9 @@ class MapFeed(Feed):
             raise
         self._queue.popleft()
         self._fill(self._engine.hosts * self._engine.lookahead)
-        self._position.deliver(step.rows, digest(reply.batch))
+        self._position.deliver(step.rows, reply.made)
         if step.made is not None:
-            self._position.cursor.deliver(step.made, self._cursor_size, step.made.digests[-1])
+            self._position.cursor.deliver(step.made, self._cursor_size)
         return reply.batch
 
     def _fill(self, number: int) -> None:
@@ -97,7 +96,7 @@ class _Lanes:
 
     def count_turns(self) -> None:
         """Whose turn it is, from what was delivered."""
-        self.turns = Turns({number: lane.turns for number, lane in self.position.lanes.items() if not lane.ended})
+        self.turns = Turns(self.position.turns())
 
     def end(self, number: int, made: Made) -> None:
         """A lane has no more turns in this epoch."""
@@ -141,7 +140,7 @@ class LaneFeed(Feed):
                 continue
             lanes.turns.take()
             self._fill()
-            lanes.position.lanes[number].deliver(made, self._size, digest(reply.batch))
+            lanes.position.lanes[number].deliver(made, self._size)
             lanes.position.step += 1
             if made.unaware:
                 self._warn_of_repeats(number, made)
@@ -265,7 +264,7 @@ class RowFeed(Feed):
             self._failed = True
             raise
         for number, row in taken:
-            self._lanes.position.lanes[number].deliver(row.made, 1, row.made.digests[-1])
+            self._lanes.position.lanes[number].deliver(row.made, 1)
         self._lanes.position.step += 1
         return batch
 

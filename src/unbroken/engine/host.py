@@ -166,6 +166,10 @@ class Host:
         finally:
             set_worker_info(aside)
 
+    def last_of(self, samples: Any) -> Any:
+        """What stands for a batch of a map-style dataset in the ledger: its last sample."""
+        return samples[-1] if self._plan.batched and isinstance(samples, list) and samples else samples
+
     def collate(self, samples: Any) -> Any:
         """A batch, as torch makes it. ``get_worker_info()`` is None meanwhile, or torch would use /dev/shm."""
         if self._plan.collate_fn is not None:

@@ -8,6 +8,7 @@ from typing import Any, final
 from unbroken.engine.engine import Engine, Reply
 from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.progress import Remaking
+from unbroken.ledger import digest
 from unbroken.position import LanePosition
 from unbroken.seeding import put_back_globals, take_globals
 
@@ -54,7 +55,9 @@ class Inline(Engine):
 
     def _run(self, task: Any) -> Reply:
         if isinstance(task, MapTask):
-            return Reply(None, self._host.collate(self._host.fetch(task)))
+            samples = self._host.fetch(task)
+            last = digest(self._host.last_of(samples))
+            return Reply(last, self._host.collate(samples))
         if isinstance(task, TurnTask):
             made = self._host.turn(task)
             if made.ended:

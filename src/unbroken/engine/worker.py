@@ -25,6 +25,7 @@ from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.ring import Bytes, create_memory, map_memory
 from unbroken.engine.wire import Encoded, RowLayout, encode
 from unbroken.errors import UnbrokenError, UnsendableBatch
+from unbroken.ledger import digest
 from unbroken.position import LanePosition, Made
 
 __all__ = ["Failure", "main"]
@@ -174,7 +175,7 @@ class _Worker:
         made: Any
         if isinstance(task, MapTask):
             samples = host.fetch(task)
-            made = None
+            made = digest(host.last_of(samples))
         else:
             made = host.turn(task)
             if made.ended:
