@@ -171,14 +171,18 @@ def _check_one_save(leaves: Mapping[str, Mapping[str, Any]], at: Any) -> None:
         )
     # Ranks may end an epoch at different steps, and some begin the next before the others: then either all have made as
     # many steps since the run began, or those in one epoch as many since that began.
-    places = [("the header", *at)] if isinstance(at, list) and len(at) == 3 else []
+    places = []
     for name, leaf in leaves.items():
         if not leaf["lane"].get("ended"):
             places.append((name, leaf["lane"]["epoch"], leaf["step"] - leaf["began"], leaf["step"]))
+    if isinstance(at, list) and len(at) == 3:
+        places.append(("the header", *at))
     if len({step for *_, step in places}) <= 1:
         return
     for epoch in {epoch for _, epoch, _, _ in places}:
-        found = {inside: f"{name} at step {step}" for name, e, inside, step in places if e == epoch}
+        found: dict[int, str] = {}
+        for name, _, inside, step in (place for place in places if place[1] == epoch):
+            found.setdefault(inside, f"{name} at step {step}")
         if len(found) > 1:
             raise IncompleteState(
                 f"The parts of this position were saved at different steps of epoch {epoch}: "

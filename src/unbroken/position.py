@@ -14,6 +14,7 @@ import orjson
 
 from unbroken.errors import InvalidState
 from unbroken.ledger import fold
+from unbroken.state import fragment, resealed, whole
 
 __all__ = ["Anchor", "LanePosition", "LanesPosition", "Made", "MapPosition", "Position"]
 
@@ -74,8 +75,8 @@ class Anchor:
         kept = self.witnesses[-_WITNESSES:]
         return {
             "at": self.at,
-            "before": _fragment(self.before),
-            "after": _fragment(self.after),
+            "before": fragment(self.before),
+            "after": fragment(self.after),
             "first_witness": self.first_witness + len(self.witnesses) - len(kept),
             "witnesses": kept,
         }
@@ -193,7 +194,7 @@ class LanePosition:
             "ledger": self.ledger,
             "last": self.last,
             "sizes": self.sizes,
-            "carry": _fragment(self.carry),
+            "carry": fragment(self.carry),
             "anchor": None if self.anchor is None else self.anchor.fields(),
         }
 
@@ -203,19 +204,19 @@ class LanePosition:
         try:
             anchor = None
             if (a := leaf["anchor"]) is not None:
-                before, after = _resealed(a["before"]), _resealed(a["after"])
-                anchor = Anchor(_whole(a["at"]), before, after, 0, _whole(a["first_witness"]), list(a["witnesses"]))
+                before, after = resealed(a["before"]), resealed(a["after"])
+                anchor = Anchor(whole(a["at"]), before, after, 0, whole(a["first_witness"]), list(a["witnesses"]))
             return LanePosition(
                 exact=exact,
-                epoch=_whole(leaf["epoch"]),
-                turns=_whole(leaf["turns"]),
-                delivered=_whole(leaf["delivered"]),
+                epoch=whole(leaf["epoch"]),
+                turns=whole(leaf["turns"]),
+                delivered=whole(leaf["delivered"]),
                 ended=bool(leaf["ended"]),
-                ledger=(_whole(leaf["ledger"][0]), _whole(leaf["ledger"][1])),
-                last=None if leaf["last"] is None else _whole(leaf["last"]),
-                carry=_resealed(leaf["carry"]),
+                ledger=(whole(leaf["ledger"][0]), whole(leaf["ledger"][1])),
+                last=None if leaf["last"] is None else whole(leaf["last"]),
+                carry=resealed(leaf["carry"]),
                 anchor=anchor,
-                sizes=[[_whole(first), _whole(size)] for first, size in leaf["sizes"]],
+                sizes=[[whole(first), whole(size)] for first, size in leaf["sizes"]],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
@@ -367,12 +368,12 @@ class MapPosition(Position):
         try:
             step, began, run, epochs = _head_of(leaf, name)
             return MapPosition(
-                epoch=_whole(leaf["epoch"]),
-                rows=_whole(leaf["rows"]),
+                epoch=whole(leaf["epoch"]),
+                rows=whole(leaf["rows"]),
                 step=step,
                 began=began,
                 run=run,
-                ledger=_whole(leaf["ledger"] or 0),
+                ledger=whole(leaf["ledger"] or 0),
                 sampler=leaf["sampler"],
                 epochs=epochs,
                 cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
@@ -383,9 +384,9 @@ class MapPosition(Position):
 
 def _head_of(leaf: Mapping[str, Any], name: str) -> tuple[int, int, int | None, dict[str, int]]:
     try:
-        epochs = {name: _whole(epoch) for name, epoch in leaf["epochs"].items()}
-        run = None if leaf["run"] is None else _whole(leaf["run"])
-        return _whole(leaf["step"]), _whole(leaf["began"]), run, epochs
+        epochs = {name: whole(epoch) for name, epoch in leaf["epochs"].items()}
+        run = None if leaf["run"] is None else whole(leaf["run"])
+        return whole(leaf["step"]), whole(leaf["began"]), run, epochs
     except (KeyError, ValueError, AttributeError) as error:
         raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
@@ -393,17 +394,3 @@ def _head_of(leaf: Mapping[str, Any], name: str) -> tuple[int, int, int | None, 
 def _leaf(position: Position, **fields: Any) -> str:
     head = {"step": position.step, "began": position.began, "run": position.run, "epochs": position.epochs}
     return orjson.dumps(head | fields).decode()
-
-
-def _fragment(sealed: str | None) -> orjson.Fragment | None:
-    return None if sealed is None else orjson.Fragment(sealed)
-
-
-def _resealed(value: Any) -> str | None:
-    return None if value is None else orjson.dumps(value).decode()
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a whole number, found {value!r}")
-    return value

@@ -23,7 +23,19 @@ import torch
 
 from unbroken.errors import IncompleteState, InvalidState, StateMismatch, UnsealableState
 
-__all__ = ["HEADER", "VERSION", "Difference", "check_fingerprint", "parse_header", "parse_leaf", "seal", "unseal"]
+__all__ = [
+    "HEADER",
+    "VERSION",
+    "Difference",
+    "check_fingerprint",
+    "fragment",
+    "parse_header",
+    "parse_leaf",
+    "resealed",
+    "seal",
+    "unseal",
+    "whole",
+]
 
 HEADER = "unbroken"
 VERSION = 1
@@ -136,6 +148,23 @@ def _untag(value: Any) -> Any:
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return flat.view(_TENSOR_DTYPES[value["dtype"]]).reshape(value["shape"])
     raise InvalidState(f"A sealed state has the tag {tag!r}, which this version does not know.")
+
+
+def fragment(sealed: str | None) -> orjson.Fragment | None:
+    """A sealed state as a part of other JSON."""
+    return None if sealed is None else orjson.Fragment(sealed)
+
+
+def resealed(value: Any) -> str | None:
+    """The sealed state that was a part of the JSON that this value was read from."""
+    return None if value is None else orjson.dumps(value).decode()
+
+
+def whole(value: Any) -> int:
+    """A whole number of at least 0, as read from JSON. Raises ``ValueError`` on anything else."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a whole number, found {value!r}")
+    return value
 
 
 def parse_header(state: Mapping[str, Any]) -> dict[str, Any]:

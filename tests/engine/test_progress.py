@@ -49,11 +49,12 @@ def test_two_seconds_are_told_with_the_number_and_the_remedy(clock: Clock) -> No
     """Case 10."""
     with pytest.warns(UserWarning) as caught:
         report(Remaking(), clock, 3)
-    assert [str(warning.message) for warning in caught] == [
+    (warning,) = caught
+    assert str(warning.message) == (
         "Resuming makes 500 samples of lane 0 again, because the dataset has no state that leads closer.\n"
-        "Give it (or its iterator) state_dict and load_state_dict, or save with a smaller snapshot_every_n_steps, to "
-        "start at once."
-    ]
+        "Give it (or its iterator) state_dict and load_state_dict, or save with a smaller snapshot_every_n_steps, "
+        "to start at once."
+    )
 
 
 def test_it_is_told_once_for_all_lanes_and_resumes(clock: Clock) -> None:

@@ -70,8 +70,6 @@ class Cursor:
         self._next = start.delivered
         self._opened_now = False
         self._exhausted = start.ended
-        self._trail: list[tuple[int, str | None]] = []
-        self._tries = 0
         self._pace = _Pace(rules.capture_every if not opening.exact else 1, start.turns)
 
     @property
@@ -112,7 +110,7 @@ class Cursor:
             if rules.seed_by == "sample" and not self._opened_now:
                 seed_globals(self._sample_key(self._next))
             around = plan == "each" or (plan == "last" and number >= size - 2)
-            if around and not self._believed and (not self._trail or self._trail[-1][0] != self._next):
+            if around and not self._believed and not self._pace.has(self._next):
                 self._capture(made)
             if not self._advance(made):
                 break
@@ -150,32 +148,13 @@ class Cursor:
         made.digests = [digest(sample) for sample in made.samples[-tail:]]
 
     def _capture(self, made: Made) -> None:
-        """Take the state before the next sample, and see whether it can be an anchor, with those taken just before.
-
-        A state that changed over the sample before it and over the one after it is of a dataset that steps with its
-        samples, and stands alone. One that changed over a single sample may mean a shard just entered, or rows read
-        ahead of their turn: which one is seen on a resume, and both states are kept for that.
-        """
         began = perf_counter()
         state = self._opening.capture()
         self._pace.spent(perf_counter() - began)
         if self._believed:
             made.capture = (self._next, None, state)
-            return
-        trail = self._trail
-        if trail and trail[-1][0] != self._next - 1:
-            trail.clear()
-        trail.append((self._next, state))
-        del trail[:-3]
-        if len(trail) < 3:
-            return
-        first, (at, middle) = trail[0][1], trail[1]
-        if first != middle != state:
-            made.capture = (at, None, middle)
-        elif middle != state:
-            made.capture = (self._next, middle, state)
-        elif first != middle:
-            made.capture = (at, first, middle)
+        elif (capture := self._pace.weigh(self._next, state)) is not None:
+            made.capture = capture
 
     # ---- opening, and making again what was delivered since the anchor
 
@@ -197,23 +176,28 @@ class Cursor:
             self._enter(start.carry)
             made.opened = (0, self._opening.capture())
             return
-        failures: list[Exception] = []
+        failures: list[Exception | None] = []
         if self._find_place(start.anchor, failures):
             return
-        if failures and self._tries == len(failures):
-            raise failures[0]
-        raise InexactDataset(self._inexact_text(start)) from (failures[0] if failures else None)
+        failure = next(filter(None, failures), None)
+        if failure is not None and None not in failures:
+            raise failure
+        raise InexactDataset(self._inexact_text(start)) from failure
 
-    def _find_place(self, anchor: Anchor, failures: list[Exception]) -> bool:
-        """Open where the anchor leads, and see by the digests of what is made again that it is the place."""
+    def _find_place(self, anchor: Anchor, failures: list[Exception | None]) -> bool:
+        """Open where the anchor leads, and see by the digests of what is made again that it is the place.
+
+        ``failures`` gets what each try that failed raised; None where its samples were other ones.
+        """
 
         def leads_to(state: str | None, first: int) -> bool:
-            self._tries += 1
             try:
-                return self._reach(state, first)
+                if self._reach(state, first):
+                    return True
+                failures.append(None)
             except Exception as error:  # a state that does not fit may make any dataset raise anything
                 failures.append(error)
-                return False
+            return False
 
         if self._rules.resume == "replay":
             return leads_to(None, 0)
@@ -297,7 +281,8 @@ class Cursor:
 
 @final
 class _Pace:
-    """How often to capture: as told, or so that it stays below 2 % of the time of making samples.
+    """When to capture, and what of it can be an anchor. How often: as told, or so that it stays below 2 % of the time
+    of making samples.
 
     ``fixing`` counts down the turns in which neighbouring samples are digested. A state that did not change over one
     sample (a shard number, say) is looked for around each sample of a batch.
@@ -312,6 +297,7 @@ class _Pace:
         self._planned = "none"
         self._coarse = False
         self._second = False
+        self._trail: list[tuple[int, str | None]] = []
         self.fixing = 0
 
     def plan(self, size: int) -> str:
@@ -341,3 +327,28 @@ class _Pace:
             self._produced = 0.0
         self._spent = 0.0
         self.fixing = _TURNS_TO_FIX if found else self.fixing - 1 if self.fixing else 0
+
+    def has(self, sample: int) -> bool:
+        """Whether the state before this sample was taken."""
+        return bool(self._trail) and self._trail[-1][0] == sample
+
+    def weigh(self, sample: int, state: str | None) -> tuple[int, str | None, str | None] | None:
+        """Note the state before ``sample``; what can be an anchor, judged by three states in a row.
+
+        A state that changed over the sample before it and over the one after it is of a dataset that steps with its
+        samples, and stands alone. One that changed over a single sample may mean a shard just entered, or rows read
+        ahead of their turn: which one is seen on a resume, and both states are kept for that.
+        """
+        trail = self._trail
+        if trail and trail[-1][0] != sample - 1:
+            trail.clear()
+        trail.append((sample, state))
+        del trail[:-3]
+        if len(trail) < 3:
+            return None
+        first, (at, middle) = trail[0][1], trail[1]
+        if first != middle != state:
+            return at, None, middle
+        if middle != state:
+            return sample, middle, state
+        return (at, first, middle) if first != middle else None
