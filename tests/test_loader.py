@@ -275,7 +275,7 @@ def test_the_length_does_not_depend_on_workers(num_workers: int) -> None:
     assert len(list(loader)) == 6
 
 
-@given(n=st.integers(0, 30), size=st.integers(1, 4), world=st.integers(1, 4))
+@given(n=st.integers(4, 30), size=st.integers(1, 4), world=st.integers(1, 4))
 def test_drop_last_drops_at_most_one_batch_a_rank(n: int, size: int, world: int) -> None:
     """Case 15."""
     for rank in range(world):

@@ -34,7 +34,7 @@ def capture_at(at: int, state: str | None = None) -> tuple[int, str, str]:
 
 def begun() -> LanePosition:
     position = LanePosition()
-    position.deliver(opened(), 1, 0)
+    position.deliver(opened(), 1)
     return position
 
 
@@ -55,21 +55,20 @@ def test_a_turn_travels_with_all_but_its_samples() -> None:
 @given(st.lists(st.integers(1, 5), max_size=10))
 def test_a_delivery_counts_its_turn_and_its_samples(sizes: list[int]) -> None:
     position = LanePosition()
+    rolled = 0
     for number, size in enumerate(sizes):
-        position.deliver(turn(size, [100 + number], opened=None if number else (0, None)), 5, 7 + number)
+        position.deliver(turn(size, [5, 100 + number], opened=None if number else (0, None)), 5)
+        rolled = fold(rolled, [100 + number])
     assert (position.turns, position.delivered) == (len(sizes), sum(sizes))
     assert position.last == (99 + len(sizes) if sizes else None)
-    rolled = 0
-    for number in range(len(sizes)):
-        rolled = fold(rolled, [7 + number])
     assert position.ledger == (sum(sizes), rolled)
 
 
 def test_what_was_made_and_not_delivered_moves_nothing() -> None:
     position = begun()
-    before = json.dumps(json.loads(LanesPosition({0: position}).leaf(0)))
+    before = position.to_json()
     turn(3, [5], capture=capture_at(3))
-    assert json.dumps(json.loads(LanesPosition({0: position}).leaf(0))) == before
+    assert position.to_json() == before
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=5)
@@ -84,7 +83,7 @@ def test_the_bounds_of_batches_are_known_after_the_batch_size_changed(
     for size, batches in changes:
         for _ in range(batches):
             firsts.add(position.delivered)
-            position.deliver(turn(size, opened=None if position.turns else (0, None)), size, 0)
+            position.deliver(turn(size, opened=None if position.turns else (0, None)), size)
     assert {sample for sample in range(position.delivered) if position.starts_batch(sample)} == firsts
 
 
@@ -93,7 +92,7 @@ def test_the_bounds_of_batches_are_known_after_the_batch_size_changed(
 
 def test_the_first_anchor_is_the_opening_whose_place_is_known() -> None:
     position = LanePosition()
-    position.deliver(turn(2, [5], opened=(0, seal({"done": 0}))), 2, 0)
+    position.deliver(turn(2, [5], opened=(0, seal({"done": 0}))), 2)
     assert position.anchor is not None
     assert position.anchor.fixed
     assert (position.anchor.at, unseal(position.anchor.after or "")) == (0, {"done": 0})
@@ -101,12 +100,12 @@ def test_the_first_anchor_is_the_opening_whose_place_is_known() -> None:
 
 def test_a_capture_becomes_the_anchor_when_neighbours_that_differ_have_followed() -> None:
     position = begun()
-    position.deliver(turn(2, [1], capture=capture_at(3)), 2, 0)
+    position.deliver(turn(2, [1], capture=capture_at(3)), 2)
     assert position.anchor is not None
     assert position.anchor.at == 0
-    position.deliver(turn(2, [2, 3]), 2, 0)  # made under the random numbers of an opening when it comes again
+    position.deliver(turn(2, [2, 3]), 2)  # made under the random numbers of an opening when it comes again
     assert position.anchor.at == 0
-    position.deliver(turn(2, [4, 5]), 2, 0)
+    position.deliver(turn(2, [4, 5]), 2)
     assert position.anchor.at == 3
     assert unseal(position.anchor.before or "") == "before 3"
     assert unseal(position.anchor.after or "") == "after 3"
@@ -115,7 +114,7 @@ def test_a_capture_becomes_the_anchor_when_neighbours_that_differ_have_followed(
 def test_the_anchor_in_use_lies_at_least_one_delivered_batch_back() -> None:
     position = begun()
     for number in range(1, 20):
-        position.deliver(turn(1, [number], capture=capture_at(position.delivered + 1)), 1, 0)
+        position.deliver(turn(1, [number], capture=capture_at(position.delivered + 1)), 1)
         assert position.anchor is not None
         assert position.anchor.at < position.delivered or position.delivered == 1
 
@@ -123,18 +122,9 @@ def test_the_anchor_in_use_lies_at_least_one_delivered_batch_back() -> None:
 def test_samples_that_are_all_equal_fix_no_place() -> None:
     """Case 9: constant content."""
     position = begun()
-    position.deliver(turn(2, [7, 7], capture=capture_at(3)), 2, 0)
+    position.deliver(turn(2, [7, 7], capture=capture_at(3)), 2)
     for _ in range(50):
-        position.deliver(turn(2, [7, 7]), 2, 0)
-    assert position.anchor is not None
-    assert position.anchor.at == 0
-
-
-def test_a_state_that_did_not_change_is_no_anchor() -> None:
-    position = begun()
-    position.deliver(turn(1, [1], capture=(2, '"same"', '"same"')), 1, 0)
-    for number in range(10):
-        position.deliver(turn(1, [number]), 1, 0)
+        position.deliver(turn(2, [7, 7]), 2)
     assert position.anchor is not None
     assert position.anchor.at == 0
 
@@ -142,10 +132,10 @@ def test_a_state_that_did_not_change_is_no_anchor() -> None:
 def test_witnesses_that_are_not_neighbours_are_not_held_together() -> None:
     """Two samples that differ, with others between them that nobody looked at, tell no shift."""
     position = begun()
-    position.deliver(turn(4, [1], capture=capture_at(5)), 4, 0)
-    position.deliver(turn(4, [1]), 4, 0)
+    position.deliver(turn(4, [1], capture=capture_at(5)), 4)
+    position.deliver(turn(4, [1]), 4)
     for number in range(10):
-        position.deliver(turn(4, [number % 2]), 4, 0)
+        position.deliver(turn(4, [number % 2]), 4)
         assert position.anchor is not None
         assert position.anchor.at == 0
 
@@ -163,7 +153,7 @@ def test_an_anchor_is_promoted_only_when_its_witnesses_differ(
         digests = [(number + i) % 2 for i in range(seen)]
         told |= dict(enumerate(digests, first + of_turn - seen))
         capture = capture_at(first + of_turn) if data.draw(st.booleans()) else None
-        position.deliver(turn(of_turn, digests, capture=capture), 3, 0)
+        position.deliver(turn(of_turn, digests, capture=capture), 3)
         anchor = position.anchor
         assert anchor is not None
         if anchor.at:
@@ -175,8 +165,8 @@ def test_an_anchor_is_promoted_only_when_its_witnesses_differ(
 
 def test_of_exact_states_the_last_one_is_the_anchor() -> None:
     position = LanePosition(exact=True)
-    position.deliver(turn(1, [7], opened=(0, '"s"')), 1, 0)
-    position.deliver(turn(1, [7], capture=(2, None, '"two"')), 1, 0)
+    position.deliver(turn(1, [7], opened=(0, '"s"')), 1)
+    position.deliver(turn(1, [7], capture=(2, None, '"two"')), 1)
     assert position.anchor == Anchor(2, None, '"two"')
 
 
@@ -211,23 +201,28 @@ def test_a_lane_left_in_mid_epoch_begins_the_next_as_it_began() -> None:
 def test_the_ledger_counts_over_all_epochs() -> None:
     position = begun()
     position.next_epoch(None)
-    position.deliver(opened(), 1, 9)
+    position.deliver(turn(digests=[9], opened=(0, None)), 1)
     assert position.ledger == (2, fold(fold(0, [0]), [9]))
 
 
 def test_lanes_that_had_begun_the_next_epoch_wait_for_the_others() -> None:
-    lanes = {0: LanePosition(epoch=3), 1: LanePosition(epoch=2, delivered=4), 2: LanePosition(epoch=2, ended=True)}
+    """They came from a rank that was ahead, and have no turns until the others are there."""
+    lanes = {0: LanePosition(epoch=3), 1: LanePosition(epoch=2, turns=4), 2: LanePosition(epoch=2, ended=True)}
     position = LanesPosition(lanes)
     position.settle(None)
-    assert [(lane.epoch, lane.ended) for lane in lanes.values()] == [(2, True), (2, False), (2, True)]
-    assert position.mid_epoch
+    assert position.epoch == 2
+    assert position.turns() == {1: 4}
+    position.next_epoch(None)
+    assert position.turns() == {0: 0, 1: 0, 2: 0}
+    assert [lane.epoch for lane in lanes.values()] == [3, 3, 3]
 
 
 def test_when_all_lanes_have_ended_the_next_epoch_is_on() -> None:
-    position = LanesPosition({0: LanePosition(epoch=1, ended=True), 1: LanePosition(epoch=2)})
+    position = LanesPosition({0: LanePosition(epoch=1, ended=True), 1: LanePosition(epoch=2)}, step=9)
     position.settle('"p"')
     assert [(lane.epoch, lane.ended, lane.delivered) for lane in position.lanes.values()] == [(2, False, 0)] * 2
     assert not position.mid_epoch
+    assert position.began == 9
 
 
 def test_a_map_style_epoch_starts_its_order_anew() -> None:
@@ -237,7 +232,7 @@ def test_a_map_style_epoch_starts_its_order_anew() -> None:
     assert (position.rows, position.step, position.ledger) == (16, 2, fold(fold(0, [5]), [6]))
     assert position.mid_epoch
     position.next_epoch(None)
-    assert (position.epoch, position.rows, position.step, position.sampler) == (1, 0, 2, None)
+    assert (position.epoch, position.rows, position.step, position.began, position.sampler) == (1, 0, 2, 2, None)
     assert not position.mid_epoch
 
 
@@ -247,10 +242,10 @@ def test_a_map_style_epoch_starts_its_order_anew() -> None:
 def positions() -> Iterator[Any]:
     lanes = LanesPosition({lane: begun() for lane in (0, 2)}, step=2, run=5, epochs={"dataset": 1})
     for lane in lanes.lanes.values():
-        lane.deliver(turn(1, [3], capture=capture_at(2)), 1, 0)
+        lane.deliver(turn(1, [3], capture=capture_at(2)), 1)
     yield lanes
     cursor = begun()
-    cursor.deliver(turn(1, [3], capture=capture_at(2)), 1, 0)
+    cursor.deliver(turn(1, [3], capture=capture_at(2)), 1)
     yield MapPosition(rows=4, step=1, run=5, sampler={"seed": 1}, epochs={"sampler": 2}, cursor=cursor)
 
 
@@ -258,7 +253,7 @@ def move(position: Any) -> None:
     """Everything that a run does to a position."""
     for lane in position.lanes.values() if isinstance(position, LanesPosition) else [position.cursor]:
         for number in range(4):
-            lane.deliver(turn(2, [number, 9], capture=capture_at(lane.delivered + 2)), 2, 1)
+            lane.deliver(turn(2, [number, 9], capture=capture_at(lane.delivered + 2)), 2)
     position.step += 1
     if isinstance(position, MapPosition):
         position.deliver(8, 3)
@@ -269,7 +264,7 @@ def move(position: Any) -> None:
 def test_a_copy_moves_on_its_own(which: int, written: bool) -> None:
     position = list(positions())[which]
     if written:  # leaves are kept once they are written
-        _ = position.leaf(0) if which == 0 else position.leaf()
+        _ = leaf_of(position)
     move(position.copy())
     assert told(position) == told(list(positions())[which])
 
@@ -283,46 +278,61 @@ def told(record: Any) -> Any:
     return [told(value) for value in record] if isinstance(record, list) else record
 
 
+def leaf_of(position: Any) -> str:
+    return position.leaves()[0] if isinstance(position, LanesPosition) else position.leaf(shared=False)
+
+
 def test_equal_places_are_written_alike_however_they_came_about() -> None:
     one, other = (next(positions()) for _ in range(2))
-    assert one.leaf(0) == other.leaf(0)
+    one.leaves()
+    assert one.leaves() == other.leaves()
     assert one.leaf_of_all() == other.leaf_of_all()
+
+
+def test_a_leaf_of_all_ranks_has_nothing_that_one_rank_alone_was_given() -> None:
+    """Each delivers other rows, and whichever leaf is kept is the right one."""
+    one, other = (list(positions())[1] for _ in range(2))
+    one.deliver(8, 5)
+    other.deliver(8, 6)
+    assert one.leaf(shared=True) == other.leaf(shared=True)
+    assert one.leaf(shared=False) != other.leaf(shared=False)
 
 
 # Reading and writing
 
 
 def roundtrip(position: LanesPosition) -> LanesPosition:
-    leaves = [(lane, f"lane-{lane:06d}", json.loads(position.leaf(lane))) for lane in position.lanes]
+    leaves = [(lane, f"lane-{lane:06d}", json.loads(leaf)) for lane, leaf in position.leaves().items()]
     return LanesPosition.from_leaves(leaves, exact=False)
 
 
 def test_lanes_come_back_from_their_leaves() -> None:
     position = next(positions())
     for lane in position.lanes.values():
-        lane.deliver(turn(2, [4, 5], capture=capture_at(9)), 2, 0)
+        lane.deliver(turn(2, [4, 5], capture=capture_at(9)), 2)
         lane.newer.clear()  # what is not an anchor yet is not saved
     again = roundtrip(position)
-    assert [again.leaf(lane) for lane in again.lanes] == [position.leaf(lane) for lane in position.lanes]
+    assert again.leaves() == position.leaves()
     assert (again.step, again.run, again.epochs) == (2, 5, {"dataset": 1})
 
 
-def test_a_map_position_comes_back_from_its_leaf() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_map_position_comes_back_from_its_leaf(shared: bool) -> None:
     _, position = positions()
-    again = MapPosition.from_leaf(json.loads(position.leaf()), "place")
-    assert again.leaf() == position.leaf()
+    again = MapPosition.from_leaf(json.loads(position.leaf(shared=shared)), "place")
+    assert again.leaf(shared=shared) == position.leaf(shared=shared)
 
 
 def test_a_leaf_is_written_anew_after_every_move() -> None:
     position = next(positions())
-    seen = {position.leaf(0)}
+    seen = {leaf_of(position)}
     for number in range(5):
-        position.lanes[0].deliver(turn(1, [number]), 1, number)
-        seen.add(position.leaf(0))
+        position.lanes[0].deliver(turn(1, [number]), 1)
+        seen.add(leaf_of(position))
     position.lanes[0].end(turn(0, [], ended=True))
-    seen.add(position.leaf(0))
+    seen.add(leaf_of(position))
     position.next_epoch(None)
-    seen.add(position.leaf(0))
+    seen.add(leaf_of(position))
     assert len(seen) == 8
 
 
@@ -340,7 +350,7 @@ def holder_of(leaf: Any, path: tuple[Any, ...]) -> Any:
     return leaf
 
 
-LEAVES = [json.loads(p.leaf(0) if isinstance(p, LanesPosition) else p.leaf()) for p in positions()]
+LEAVES = [json.loads(leaf_of(position)) for position in positions()]
 CHANGES = [(which, path) for which, leaf in enumerate(LEAVES) for path in fields_of(leaf)]
 
 
@@ -391,4 +401,4 @@ def test_the_refusal_names_the_leaf() -> None:
     with pytest.raises(InvalidState, match="'lane-000007' of this position is cut short or changed"):
         LanePosition.from_json({}, "lane-000007", exact=False)
     with pytest.raises(InvalidState, match="'place' of this position is cut short or changed"):
-        MapPosition.from_leaf({"step": 0, "run": 0, "epochs": {}}, "place")
+        MapPosition.from_leaf({"step": 0, "began": 0, "run": 0, "epochs": {}}, "place")

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from unbroken import StatefulDataLoader
+from unbroken.errors import LaneError
 from unbroken.position import MapPosition
 from unbroken.sampling import MapOrder, Share, Step
 from unbroken.seeding import Permutation, key
@@ -121,7 +122,7 @@ def test_ranks_take_turns_over_the_rows_of_one_order(
     order: str, n: int, topology: tuple[int, int], drop_last: bool
 ) -> None:
     (world, size), whole = topology, global_order(order, n)
-    for rank in range(world):
+    for rank in range(min(world, n)):  # a rank without any data is refused
         arguments = GLOBAL_ORDERS[order](n) | {"batch_size": size, "drop_last": drop_last, "seed": 3}
         loader = loader_over(n, dp_rank=rank, dp_world_size=world, **arguments)
         expected = naive(whole, 0, rank, world, size, drop_last)
@@ -131,7 +132,7 @@ def test_ranks_take_turns_over_the_rows_of_one_order(
 
 @ORDERS
 @settings(max_examples=25)
-@given(n=st.integers(1, 60), before=TOPOLOGIES, after=TOPOLOGIES, data=st.data())
+@given(n=st.integers(4, 60), before=TOPOLOGIES, after=TOPOLOGIES, data=st.data())
 def test_after_a_resume_other_ranks_go_on_with_the_rows_that_are_left(
     order: str, n: int, before: tuple[int, int], after: tuple[int, int], data: st.DataObject
 ) -> None:
@@ -187,6 +188,8 @@ def test_ranks_take_turns_over_the_batches_of_a_batch_sampler(sampler: str, n: i
     whole = list(BATCH_SAMPLERS[sampler](n))
     for rank in range(world):
         arguments: dict[str, Any] = {"dp_rank": rank, "dp_world_size": world} if world > 1 else {}
+        if rank >= len(whole):
+            continue  # a rank without any data is refused
         loader = loader_over(n, batch_sampler=BATCH_SAMPLERS[sampler](n), **arguments)
         assert len(loader) == len(whole[rank::world])
         assert [list(batch) for batch in loader] == [list(batch) for batch in whole[rank::world]]
@@ -379,7 +382,7 @@ def test_torchs_random_samplers_leave_a_small_position_whatever_the_length() -> 
 
 @pytest.mark.parametrize("by_batch", [False, True])
 @given(
-    n=st.integers(1, 30),
+    n=st.integers(4, 30),
     world=st.integers(1, 4),
     size=st.integers(1, 3),
     options=st.tuples(st.booleans(), st.booleans(), st.booleans()),
@@ -458,6 +461,14 @@ def test_several_ranks_without_a_seed_may_not_draw_their_orders() -> None:
     for arguments in ({"shuffle": True}, {"sampler": RandomSampler(range(4))}):
         with pytest.raises(ValueError, match=r"2 ranks would each draw an order of their own.*needs\s+seed="):
             loader_over(4, dp_rank=0, dp_world_size=2, **arguments)
+
+
+@pytest.mark.parametrize("order", ["in sequence", "shuffled", "a list"])
+def test_a_rank_without_any_data_is_refused_with_what_to_set(order: str) -> None:
+    """Case 22."""
+    loader_over(3, seed=1, dp_rank=2, dp_world_size=4, **GLOBAL_ORDERS[order](3))
+    with pytest.raises(LaneError, match=r"Rank 3 of 4 has no data: an epoch has 3 rows.\nUse at most 3 ranks"):
+        loader_over(3, seed=1, dp_rank=3, dp_world_size=4, **GLOBAL_ORDERS[order](3))
 
 
 class Unsized(Sampler[int]):

@@ -31,7 +31,7 @@ class Lane:
 
 
 class LaneIterator(Protocol):
-    """What ``open`` returns: rows of one lane, with a position that is exact after every row."""
+    """What ``open`` returns: rows of one lane, with a position of JSON values that is exact after every row."""
 
     def __iter__(self) -> Iterator[Any]: ...
     def __next__(self) -> Any: ...
@@ -42,6 +42,8 @@ class LaneIterator(Protocol):
 @runtime_checkable
 class LaneStream(Protocol):
     """A dataset that knows lanes: one turn is one row, and its own state is exact by construction.
+
+    It sees to its random numbers itself, by the lane's seed and the place of a row: the loader seeds none for it.
 
     ``default_lanes`` is the number of lanes where the user names none; ``describe()`` is its fingerprint: a dict of
     JSON values whose keys are the fields that a mismatch report lists. ``difference_class(field)`` says what another

@@ -1,13 +1,14 @@
 """Digests of what was delivered: how a resume is checked, and what a run can be compared by.
 
 A digest is 64 bits of xxh3 (https://github.com/Cyan4973/xxHash). At most ``cap`` bytes of a tensor or array are read,
-in blocks spread evenly over it, so that a batch of any size costs a few microseconds.
+in four parts spread evenly over it, so that a batch of any size costs a few microseconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,11 +18,16 @@ import xxhash
 
 __all__ = ["digest", "fold"]
 
-_BLOCK = 1024
+_PARTS = 4
+_SMALL = 1024
+_NUMPY_HAS = frozenset(
+    getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+)
 _hash: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
-def digest(value: Any, cap: int = 16384) -> int:
+def digest(value: Any, cap: int = 32768) -> int:
     """64 bits that stand for a sample or a batch; equal content gives equal digests in every process.
 
     Reads tensors, arrays, numbers, text, bytes and containers of these; another object counts by its pickle, or by
@@ -38,16 +44,18 @@ def digest(value: Any, cap: int = 16384) -> int:
         return _hash(value.encode("utf-8", "surrogatepass"), 2)
     if kind is bytes:
         return _hash(value, 3)
+    if kind is dict:
+        return _of_dict(value, cap)
     return _of_container(value, cap)
 
 
 def fold(ledger: int, digests: list[int]) -> int:
     """The rolling digest after some more deliveries."""
-    return _hash(ledger.to_bytes(8, "little") + b"".join(d.to_bytes(8, "little") for d in digests))
+    return _hash(struct.pack(f"<{len(digests) + 1}Q", ledger, *digests))
 
 
 def _of_tensor(value: torch.Tensor, cap: int) -> int:
-    if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.device.type == "meta":
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
         return _hash(repr(value).encode(), 4)
     plain = value.detach().cpu().resolve_conj().resolve_neg() if value.requires_grad or value.is_conj() else value
     try:
@@ -61,11 +69,25 @@ def _of_array(array: np.ndarray[Any, Any], cap: int) -> int:
     size = array.nbytes
     if size <= cap:
         return _hash(np.ascontiguousarray(array), array.size)
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    blocks = max(1, cap // _BLOCK)
-    stride = size // blocks
-    head = data[: stride * blocks].reshape(blocks, stride)[:, :_BLOCK]
-    return _hash(np.ascontiguousarray(head), array.size) ^ _hash(data[-_BLOCK:], array.size)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    hasher, part = xxhash.xxh3_64(seed=array.size), cap // _PARTS
+    for number in range(_PARTS):
+        start = (size - part) * number // (_PARTS - 1)
+        hasher.update(data[start : start + part])
+    return hasher.intdigest()
+
+
+def _of_dict(value: dict[Any, Any], cap: int) -> int:
+    """Small tensors and arrays, as in a dict of features, are hashed together: a call for each would cost more."""
+    parts = []
+    for name, field in value.items():
+        array = field
+        if type(field) is torch.Tensor and field.is_cpu and not field.requires_grad and field.dtype in _NUMPY_HAS:
+            array = field.resolve_neg().numpy()
+        small = type(array) is np.ndarray and array.nbytes <= _SMALL and not array.dtype.hasobject
+        parts.append(name.encode() if type(name) is str else digest(name, cap).to_bytes(8, "little"))
+        parts.append(array.tobytes() if small else digest(field, cap).to_bytes(8, "little"))
+    return _hash(b"\0".join(parts), 8)
 
 
 def _of_container(value: Any, cap: int) -> int:

@@ -143,12 +143,11 @@ def test_batches_that_get_smaller_or_grow_a_little_keep_their_slots() -> None:
 
 VIEWS = {
     "the lease": lambda lease: lease,
-    "a slice": lambda lease: lease[8:16],
-    "a slice of a slice": lambda lease: lease[8:][:8][::2],
-    "another dtype": lambda lease: lease[:8].view(np.int64),
-    "another shape": lambda lease: lease[:8].reshape(2, 4).T,
-    "from its buffer": lambda lease: np.frombuffer(lease, np.int64, 1, 8),
-    "a slice from its buffer": lambda lease: np.frombuffer(lease, np.int64, 4)[1:2],
+    "an array": lambda lease: np.ndarray((2, 4), np.int64, lease, 8),
+    "a slice of an array": lambda lease: np.ndarray((2, 4), np.int64, lease, 8)[1:, ::2].T,
+    "an array of its buffer": lambda lease: np.frombuffer(lease, np.int64, 1, 8),
+    "a slice of an array of its buffer": lambda lease: np.frombuffer(lease, np.int64, 4)[1:2],
+    "another dtype": lambda lease: np.frombuffer(lease, np.int64, 4).view(np.uint8)[3:],
     "a memoryview": memoryview,
     "a tensor": lambda lease: torch.frombuffer(lease, dtype=torch.int64),
     "a part of a tensor": lambda lease: torch.frombuffer(lease, dtype=torch.int64)[1:],
@@ -156,7 +155,8 @@ VIEWS = {
     "its storage": lambda lease: torch.frombuffer(lease, dtype=torch.int64).untyped_storage(),
     "an array of a tensor": lambda lease: torch.frombuffer(lease, dtype=torch.int64).numpy(),
     "a part of an array of a tensor": lambda lease: torch.frombuffer(lease, dtype=torch.int64).numpy()[1:2],
-    "a tensor of an array": lambda lease: torch.from_numpy(lease[:8].view(np.int64)),
+    "a tensor of an array": lambda lease: torch.from_numpy(np.ndarray((4,), np.int64, lease)),
+    "a tensor of a part of an array": lambda lease: torch.from_numpy(np.ndarray((4,), np.int64, lease)[1:3]),
     "a dlpack tensor": lambda lease: torch.from_dlpack(np.frombuffer(lease, np.int64)),
     "a parameter": lambda lease: torch.nn.Parameter(torch.frombuffer(lease, dtype=torch.float32)),
 }

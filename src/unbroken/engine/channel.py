@@ -20,6 +20,7 @@ __all__ = ["Channel"]
 
 _LENGTH = struct.Struct("!I")
 _READ = 1 << 15
+_ANCILLARY = socket.CMSG_SPACE(4 * struct.calcsize("i"))
 _RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -68,10 +69,13 @@ class Channel:
         Raises ``EOFError`` at the end, and ``BlockingIOError`` where nothing has come and ``wait`` is False.
         """
         flags = _RECEIVE_FLAGS if wait else _RECEIVE_FLAGS | socket.MSG_DONTWAIT
-        data, descriptors, _, _ = socket.recv_fds(self._end, _READ, 4, flags)
+        data, ancillary, _, _ = self._end.recvmsg(_READ, _ANCILLARY, flags)
+        for _, _, raw in ancillary:
+            self._descriptors.extend(memoryview(raw[: len(raw) // 4 * 4]).cast("i"))
         if not data:
             raise EOFError
-        self._descriptors.extend(descriptors)
+        if not self._bytes and len(data) > 4 and len(data) - 4 == _LENGTH.unpack_from(data)[0]:
+            return [pickle.loads(memoryview(data)[4:])]  # as it nearly always is
         self._bytes += data
         messages, start = [], 0
         while len(self._bytes) - start >= 4:

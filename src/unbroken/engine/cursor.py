@@ -104,10 +104,11 @@ class Cursor:
     def _produce(self, made: Made, size: int) -> None:
         began, rules = perf_counter(), self._rules
         plan = self._pace.plan(size) if self._opening.stateful else "none"
-        if not self._opened_now:
+        seeded = not self._opening.exact  # a stream seeds for itself
+        if seeded and not self._opened_now:
             seed_globals(self._batch_key(self._next))
         for number in range(size):
-            if rules.seed_by == "sample" and not self._opened_now:
+            if seeded and rules.seed_by == "sample" and not self._opened_now:
                 seed_globals(self._sample_key(self._next))
             around = plan == "each" or (plan == "last" and number >= size - 2)
             if around and not self._believed and not self._pace.has(self._next):

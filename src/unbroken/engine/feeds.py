@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_convert
 
 from unbroken.engine.engine import Engine, Reply
 from unbroken.engine.host import MapTask, RowsTask, TurnTask
-from unbroken.engine.wire import RowLayout
+from unbroken.engine.wire import RowLayout, collate, stacked
 from unbroken.errors import LaneError, WorkerTimeout
 from unbroken.lanes import Turns
 from unbroken.position import LanesPosition, Made, MapPosition
@@ -269,6 +269,9 @@ class RowFeed(Feed):
         return batch
 
     def _row_of(self, number: int) -> _Row:
+        rows = self._rows.get(number)
+        if rows:
+            return rows.popleft()
         rows = self._rows.setdefault(number, deque())
         host = self._lanes.host_of[number]
         while not rows:
@@ -280,14 +283,12 @@ class RowFeed(Feed):
 
     def _fill(self, batches: int) -> None:
         """Ask for rows until this many batches are under way."""
-        while self._lanes.planned and sum(len(ahead) for ahead in self._ahead) < batches * len(self._ahead):
-            turns: list[tuple[int, int]] = []
-            for place in range(self._batching.size):
-                turns.append((self._lanes.planned.take(), place))
+        planned, size = self._lanes.planned, self._batching.size
+        while planned and sum(map(len, self._ahead)) < batches * len(self._ahead):
             shared = None
             if self._layout is not None and self._batching.collate_fn is None and self._batching.batched:
-                shared = self._lanes.engine.share(self._layout.nbytes(self._batching.size))
-            self._submit(turns, shared)
+                shared = self._lanes.engine.share(self._layout.nbytes(size))
+            self._submit([(planned.take(), place) for place in range(size)], shared)
 
     def _submit(self, turns: list[tuple[int, int]], shared: Any) -> None:
         for host in range(self._lanes.engine.hosts):
@@ -323,7 +324,7 @@ class RowFeed(Feed):
             position = self._lanes.position
             with isolated(key(position.run or 0, "collate", position.epoch, position.step, min(position.lanes))):
                 return batching.collate_fn(values if batching.batched else values[0])
-        return default_collate(values) if batching.batched else default_convert(values[0])  # type: ignore[no-untyped-call]
+        return stacked(collate(values)) if batching.batched else default_convert(values[0])  # type: ignore[no-untyped-call]
 
     def _value(self, row: _Row) -> Any:
         if row.layout is None:

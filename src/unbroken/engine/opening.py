@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, final
 
+import orjson
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset
 
@@ -146,11 +147,11 @@ class StreamOpening(Opening):
     def enter(self, state: str | None) -> Iterator[Any]:
         self._iterator = self._stream.open(self._lane)
         if state is not None:
-            self._iterator.load_state_dict(unseal(state))
+            self._iterator.load_state_dict(orjson.loads(state))
         return self._iterator  # type: ignore[no-any-return]
 
     def capture(self) -> str | None:
-        return seal(self._iterator.state_dict(), "the stream's state_dict()")
+        return orjson.dumps(self._iterator.state_dict()).decode()
 
     def carry(self) -> str | None:
         return None

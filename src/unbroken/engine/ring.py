@@ -67,8 +67,12 @@ class Slot:
         self.retired = False
 
     def lease(self, nbytes: int) -> Bytes:
-        """The first bytes of the slot. When the array and all that was made from it are gone, the slot is free."""
-        lease = self.memory[self.offset : self.offset + nbytes]
+        """The first bytes of the slot. When the array and all that was made from it are gone, the slot is free.
+
+        A memoryview lies between the lease and the arena: numpy lets a view of a view hold the array at the bottom, and
+        of plain slices that would be the arena, so that the lease would die at once.
+        """
+        lease = np.frombuffer(memoryview(self.memory)[self.offset : self.offset + nbytes], np.uint8)  # type: ignore[arg-type]
         self._watch = weakref.ref(lease, self._died)
         return lease
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copyreg
 import io
+import math
 import pickle
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch.utils.data import default_collate
 
 from unbroken.engine.ring import Bytes
 
-__all__ = ["Encoded", "RowLayout", "collate", "decode", "encode"]
+__all__ = ["Encoded", "RowLayout", "collate", "decode", "encode", "stacked"]
 
 _ALIGN = 64
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -42,6 +43,7 @@ _FROM_NUMPY = {
         "complex128",
     )
 }
+_TO_NUMPY = {theirs: ours for ours, theirs in _FROM_NUMPY.items()}
 _lease = threading.local()
 
 
@@ -60,7 +62,7 @@ class Encoded:
             if isinstance(part, _Stack):
                 part.write(memory, offset)
             elif isinstance(part, torch.Tensor):
-                _tensor_view(memory, offset, part.dtype, part.shape).copy_(part)
+                _place(memory, offset, part.dtype, part.shape).copy_(part)
             else:
                 memory[offset : offset + part.nbytes] = part.reshape(-1, order="A").view(np.uint8)
 
@@ -146,10 +148,18 @@ def _dense_order(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _tensor_view(memory: Bytes, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    count = 1
-    for n in shape:
-        count *= n
+    """A tensor over memory, which it keeps alive as it is: a memoryview lies between (see ``Slot.lease``)."""
+    count = math.prod(shape)
+    if (known := _TO_NUMPY.get(dtype)) is not None:  # quicker than what serves every dtype
+        return torch.from_numpy(np.frombuffer(memoryview(memory), known, count, offset).reshape(shape))  # type: ignore[arg-type]
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _place(memory: Bytes, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The same for a moment, to write to: quicker, and it holds nothing."""
+    if (known := _TO_NUMPY.get(dtype)) is not None:
+        return torch.from_numpy(np.ndarray(shape, known, memory, offset))
+    return _tensor_view(memory, offset, dtype, shape)
 
 
 def _tensor_at(
@@ -167,10 +177,7 @@ def _tensor_at(
 def _array_at(offset: int, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
     if offset < 0:
         return np.empty(shape, dtype)
-    count = 1
-    for n in shape:
-        count *= n
-    return np.frombuffer(_lease.memory, dtype, count, offset).reshape(shape, order=order)
+    return np.frombuffer(memoryview(_lease.memory), dtype, math.prod(shape), offset).reshape(shape, order=order)
 
 
 @final
@@ -183,7 +190,7 @@ class _Stack:
 
     def write(self, memory: Bytes, offset: int) -> None:
         first = self.samples[0]
-        view = _tensor_view(memory, offset, self.dtype, (len(self.samples), *first.shape))
+        view = _place(memory, offset, self.dtype, (len(self.samples), *first.shape))
         if isinstance(first, torch.Tensor):
             torch.stack(self.samples, 0, out=view)
         else:
@@ -217,6 +224,20 @@ def collate(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
+def stacked(batch: Any) -> Any:
+    """What ``collate`` put off, done: the batch in memory of its own."""
+    if isinstance(batch, _Stack):
+        shape = (len(batch.samples), *batch.samples[0].shape)
+        memory = np.empty(batch.samples[0].nbytes * len(batch.samples), np.uint8)
+        if not memory.size:
+            return torch.empty(shape, dtype=batch.dtype)
+        batch.write(memory, 0)
+        return _tensor_view(memory, 0, batch.dtype, shape)
+    if type(batch) is dict:
+        return {name: stacked(value) for name, value in batch.items()}
+    return batch
+
+
 def _collate_field(field: tuple[Any, ...]) -> Any:
     return field if type(field[0]) in (str, bytes) else collate(list(field))
 
@@ -224,15 +245,14 @@ def _collate_field(field: tuple[Any, ...]) -> Any:
 def _plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
     )
 
 
 @final
-@dataclass(frozen=True)
-class RowLayout:
-    """Where the fields of a row lie in a slot that holds ``rows`` of them: for each name, dtype and shape."""
+class RowLayout(NamedTuple):
+    """Where the fields of a row lie in a slot that holds ``rows`` of them: for each name, dtype, shape and bytes."""
 
     fields: tuple[tuple[str, int, tuple[int, ...], int], ...]
 
@@ -258,14 +278,14 @@ class RowLayout:
         """Copy a row of this layout to its place among ``rows``."""
         for (name, dtype, shape, nbytes), offset in zip(self.fields, self._offsets(rows), strict=False):
             value = row[name]
-            view = _tensor_view(memory, offset + place * nbytes, _DTYPES[dtype], shape)
+            view = _place(memory, offset + place * nbytes, _DTYPES[dtype], shape)
             if type(value) is torch.Tensor:
                 view.copy_(value)
             else:
                 view.numpy()[...] = value
 
     def batch(self, memory: Bytes, rows: int) -> dict[str, torch.Tensor]:
-        """All rows, stacked: views of the memory."""
+        """All rows, stacked: views of the memory, which they keep alive."""
         return {
             name: _tensor_view(memory, offset, _DTYPES[dtype], (rows, *shape))
             for (name, dtype, shape, _), offset in zip(self.fields, self._offsets(rows), strict=False)

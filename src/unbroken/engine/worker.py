@@ -227,7 +227,7 @@ class _Worker:
                     loose.append(row)
             rows.append((lane, at, made))
         layout = RowLayout.of(loose[0]) if loose else None
-        encoded = _sendable(encode, loose)
+        encoded = _sendable(encode, loose) if loose else Encoded(b"", [], 0)
         self._deliver_rows(ticket, encoded, (rows, layout, failure))
 
     def _deliver_rows(self, ticket: int, encoded: Encoded, made: Any) -> None:

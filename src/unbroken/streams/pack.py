@@ -22,8 +22,8 @@ _NO_LABEL = -100
 _NO_DOCUMENT = -1
 # Rows are cut from blocks of at least this many tokens, so that short rows cost no call each.
 _BLOCK_TOKENS = 1 << 11
-# One anchor for so many documents: a resume makes fewer again.
-_DOCUMENTS_PER_ANCHOR = 8
+# One anchor for so many documents: the more, the less a resume makes again.
+_DOCUMENTS_PER_ANCHOR = 1
 
 
 @final
