@@ -13,7 +13,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from unbroken.errors import LaneError
 
-__all__ = ["Lane", "LaneIterator", "LaneStream", "Turns", "lanes_of_rank", "owner_of", "plan_lanes"]
+__all__ = ["Lane", "LaneIterator", "LaneStream", "Turns", "lanes_of_rank", "plan_lanes"]
 
 
 @final
@@ -76,11 +76,6 @@ def plan_lanes(asked: int | None, default: int, num_workers: int, dp_world_size:
 def lanes_of_rank(lanes: int, dp_rank: int, dp_world_size: int) -> range:
     """The lanes that a rank owns: lane l belongs to rank ``l mod dp_world_size``."""
     return range(dp_rank, lanes, dp_world_size)
-
-
-def owner_of(lane: int, dp_world_size: int, hosts: int) -> int:
-    """The worker of its rank (0 to ``hosts`` - 1) that hosts a lane."""
-    return (lane // dp_world_size) % hosts
 
 
 @final

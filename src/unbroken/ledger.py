@@ -6,8 +6,6 @@ in four parts spread evenly over it, so that a batch of any size costs a few mic
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,9 +28,16 @@ _hash: Callable[..., int] = xxhash.xxh3_64_intdigest
 def digest(value: Any, cap: int = 32768) -> int:
     """64 bits that stand for a sample or a batch; equal content gives equal digests in every process.
 
-    Reads tensors, arrays, numbers, text, bytes and containers of these; another object counts by its pickle, or by
-    its type where it has none.
+    Reads tensors, arrays, numbers, text, bytes and containers of these; another object counts by what is in its
+    ``__dict__``, if it has one, and by its type. One that contains itself counts as any other of its type.
     """
+    try:
+        return _digest(value, cap)
+    except RecursionError:
+        return _hash(type(value).__qualname__.encode(), 8)
+
+
+def _digest(value: Any, cap: int) -> int:
     kind = type(value)
     if kind is torch.Tensor:
         return _of_tensor(value, cap)
@@ -85,27 +90,29 @@ def _of_dict(value: dict[Any, Any], cap: int) -> int:
         if type(field) is torch.Tensor and field.is_cpu and not field.requires_grad and field.dtype in _NUMPY_HAS:
             array = field.resolve_neg().numpy()
         small = type(array) is np.ndarray and array.nbytes <= _SMALL and not array.dtype.hasobject
-        parts.append(name.encode() if type(name) is str else digest(name, cap).to_bytes(8, "little"))
-        parts.append(array.tobytes() if small else digest(field, cap).to_bytes(8, "little"))
+        parts.append(
+            name.encode("utf-8", "surrogatepass") if type(name) is str else _digest(name, cap).to_bytes(8, "little")
+        )
+        parts.append(array.tobytes() if small else _digest(field, cap).to_bytes(8, "little"))
     return _hash(b"\0".join(parts), 8)
 
 
 def _of_container(value: Any, cap: int) -> int:
     if isinstance(value, Mapping):
-        parts = [d for k, v in value.items() for d in (digest(k, cap), digest(v, cap))]
+        parts = [d for k, v in value.items() for d in (_digest(k, cap), _digest(v, cap))]
     elif isinstance(value, list | tuple):
-        parts = [digest(v, cap) for v in value]
+        parts = [_digest(v, cap) for v in value]
     elif isinstance(value, set | frozenset):
-        parts = sorted(digest(v, cap) for v in value)
+        parts = sorted(_digest(v, cap) for v in value)
     elif isinstance(value, np.generic):
         return _hash(value.tobytes(), 5)
     elif isinstance(value, torch.Tensor):
         return _of_tensor(value.as_subclass(torch.Tensor), cap)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [digest(getattr(value, f.name), cap) for f in dataclasses.fields(value)]
+    elif hasattr(value, "__array_interface__"):
+        return _digest(np.asarray(value), cap)  # an image, say
+    elif hasattr(value, "__dict__"):
+        parts = [_digest(vars(value), cap)]
     else:
-        try:
-            return _hash(pickle.dumps(value, 5), 6)
-        except Exception:  # whatever its __reduce__ raises: its type is all that can be told of it
-            return _hash(type(value).__qualname__.encode(), 7)
+        parts = []
+    parts.append(_hash(type(value).__qualname__.encode(), 7))
     return fold(len(parts), parts)

@@ -35,9 +35,11 @@ from unbroken.lanes import LaneStream, lanes_of_rank, plan_lanes
 from unbroken.leaves import Leaves
 from unbroken.options import (
     WatchedBatchSampler,
+    check_epochs,
     check_options,
     check_order,
     distributed_rank,
+    draw_run,
     epoch_holders,
     fingerprint_of,
     say_once,
@@ -45,7 +47,6 @@ from unbroken.options import (
 )
 from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder
-from unbroken.seeding import key
 
 __all__ = ["StatefulDataLoader"]
 
@@ -72,8 +73,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
     ``NotImplementedError`` in this version, and ``worker_restarts`` is not yet in effect: a worker that dies ends the
     run with ``WorkerDied``.
 
-    Raises: what torch raises for its own arguments; ``ValueError`` or ``TypeError`` for the others; ``LaneError`` where
-    there are fewer lanes than owners.
+    Raises what torch raises for its own arguments, ``ValueError`` or ``TypeError`` for the others, and ``LaneError``.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         )  # fmt: skip
         self._options = check_options(given)
         self._settle_order(given)
+        self._planned_lanes = self._lanes
         self._position = self._new_position()
         self._leaves: Leaves | None = None
         self._pristine: str | None = None
@@ -182,6 +183,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         what it accepted. Raises ``InvalidState``, ``IncompleteState`` or ``StateMismatch``; nothing is changed then.
         """
         if isinstance(state, Mapping) and not state:
+            self._lanes, self._leaves = self._planned_lanes, None
             self._stand_at(self._new_position(), resumed=False)
             return
         self._leaves = self._new_leaves()
@@ -194,13 +196,13 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._stand_at(position, resumed=True)
 
     def _stand_at(self, position: Position, *, resumed: bool) -> None:
+        if self._order is not None and isinstance(position, MapPosition):
+            self._order.go_back(position)
         self._position, self._resumed, self._begun = position, resumed, False
         self._begin_afresh(position)
         for name, holder in epoch_holders(self).items():
             if name in position.epochs:
                 holder.set_epoch(position.epochs[name])
-        if self._order is not None and isinstance(position, MapPosition):
-            self._order.go_back(position)
         self._close_engine()
         if (live := self._live()) is not None and not live.finished:
             live.reposition()
@@ -213,7 +215,8 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def _begin_afresh(self, position: Position) -> None:
         """Lanes that stand at the very beginning begin as the dataset did at first, whatever became of it since."""
-        for lane in position.lanes.values() if isinstance(position, LanesPosition) else ():
+        lanes = position.lanes.values() if isinstance(position, LanesPosition) else ()
+        for lane in (position.cursor,) if isinstance(position, MapPosition) else lanes:
             if lane.anchor is None and lane.carry is None:
                 lane.carry = self._pristine
 
@@ -247,25 +250,22 @@ class StatefulDataLoader(DataLoader[Any], Run):
         live = self._live()
         if live is not None and live.waiting:
             live.finished = True  # it was repositioned, and this iterator takes its place
+        before = self._position, self._begun, self._resumed
         position = self._position.copy()
-        if self._begun:
+        if self._begun or (isinstance(position, MapPosition) and self._order and self._order.at_end(position)):
             position.next_epoch(self._pristine)
         epochs = {name: holder.epoch for name, holder in epoch_holders(self).items()}
         if self._resumed and position.mid_epoch:
-            for name in position.epochs.keys() & epochs.keys():
-                if position.epochs[name] != epochs[name]:
-                    raise ValueError(
-                        f"The {name} was set to epoch {epochs[name]} in the middle of its epoch "
-                        f"{position.epochs[name]}: the "
-                        "position would be in another order. Call set_epoch only between epochs."
-                    )
+            check_epochs(position.epochs, epochs)
         position.epochs = epochs
         resumed, self._resumed = self._resumed, False
         self._position, self._begun = position, True
         length = None if self._reported_length is None else (self.dataset, self._reported_length)
-        epoch = Epoch(
-            self, resumed=resumed, keep_engine=self.persistent_workers, pin_memory=self.pin_memory, length=length
-        )
+        try:
+            epoch = Epoch(self, resumed, self.persistent_workers, self.pin_memory, length)
+        except BaseException:  # nothing was begun: another try is for the same epoch
+            self._position, self._begun, self._resumed = before
+            raise
         self._iterating = weakref.ref(epoch)
         return epoch
 
@@ -274,21 +274,31 @@ class StatefulDataLoader(DataLoader[Any], Run):
         position = self._position
         self._resumed = False
         self._begun = True
-        self._draw(position)
+        draw_run(position, self._options, self.generator)
         rules = self._rules(position)
-        if self._engine is None or not self.persistent_workers:
-            self._engine = self._new_engine(rules)
         engine = self._engine
-        if not self.persistent_workers:
-            self._engine = None
-        return engine, self._new_feed(engine, position, rules)
+        if engine is None or engine.closed:
+            engine = self._new_engine(rules)
+        try:
+            feed = self._new_feed(engine, position, rules)
+        except BaseException:
+            engine.close()
+            raise
+        if self.persistent_workers and engine is not self._engine:
+            self._engine = engine
+            weakref.finalize(self, engine.close).atexit = False  # the engine sees to that itself
+        return engine, feed
 
     def _live(self) -> Epoch | None:
         return self._iterating() if self._iterating is not None else None
 
+    def is_live(self, epoch: Epoch) -> bool:
+        """For the iterator: whether it is the newest."""
+        return self._live() is epoch
+
     def finish(self, epoch: Epoch, *, going_on: bool) -> None:
         """For the iterator: its epoch is over."""
-        if not going_on and self._live() is not epoch:
+        if not going_on and not self.is_live(epoch):
             return  # a newer iterator has the loader's position
         if self._options.share.world > 1 and not going_on:
             say_once(
@@ -296,30 +306,23 @@ class StatefulDataLoader(DataLoader[Any], Run):
                 "several ranks has to agree on the last one."
             )
         position = self._position
-        if isinstance(position, MapPosition) and self._turns is not None and self._turns.last is not None:
-            position.cursor.end(self._turns.last)
+        last = self._turns.last if self._turns is not None else None
+        if isinstance(position, MapPosition) and last is not None and last.ended:
+            position.cursor.end(last)
         position.next_epoch(self._pristine)
         if self._order is not None and isinstance(position, MapPosition):
             self._order.note_end(position)
         self._begun = False
-
-    def _draw(self, position: Position) -> None:
-        """Fix the run's key, by the draw that torch makes for its workers' seeds where no seed is given."""
-        drawn_anew = isinstance(position, MapPosition) and (position.sampler is None or "before" in position.sampler)
-        if position.run is None and self._options.seeded:
-            position.run = key(self._options.seed or 0, "run")
-        elif position.run is None or (self.generator is not None and position.epoch > 0 and drawn_anew):
-            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-            position.run = drawn if position.run is None else position.run
 
     def _rules(self, position: Position) -> Rules:
         options = self._options
         every = options.capture_every
         if every is None and options.resume == "trust":
             every = 1
-        if self._kind == "iterable" and self._pristine is None and options.resume != "replay":
-            what = f"the state_dict() of {type(self.dataset).__qualname__}"
-            self._pristine = TorchOpening(self.dataset, use_state=True, what=what).carry()
+        subject = self._order.base if self._order is not None and self._order.kind == "custom" else self.dataset
+        if self._pristine is None and (self._kind == "iterable" or subject is not self.dataset):
+            what = f"the state_dict() of {type(subject).__qualname__}"
+            self._pristine = TorchOpening(subject, use_state=True, what=what).carry()
         return Rules(
             run=position.run or 0,
             seed_by=options.seed_by,
@@ -380,7 +383,8 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the loader (by copy or pickle) has its position, and no part in its workers."""
-        return {**self.__dict__, "_iterating": None, "_engine": None, "_turns": None}
+        alone = {"_iterating": None, "_engine": None, "_turns": None, "_position": self._position.copy()}
+        return {**self.__dict__, **alone}
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank; for iterable datasets torch's estimate from ``len(dataset)``."""

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 import torch.distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from unbroken.errors import LaneError
 from unbroken.lanes import LaneStream
+from unbroken.position import MapPosition, Position
 from unbroken.sampling import MapOrder, Share
+from unbroken.seeding import key
 
 __all__ = [
     "Options",
     "WatchedBatchSampler",
+    "check_epochs",
     "check_options",
     "check_order",
     "distributed_rank",
+    "draw_run",
     "epoch_holders",
+    "fingerprint_of",
     "say_once",
     "tell_of_own_state",
 ]
@@ -116,6 +122,29 @@ def check_order(order: MapOrder, options: Options) -> None:
             f"Rank {rank} of {world} has no data: an epoch has {total} {'batches' if order.by_batch else 'rows'}.\n"
             f"Use at most {total} ranks, or more data."
         )
+
+
+def check_epochs(saved: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Refuse another epoch of a sampler or dataset in the middle of one."""
+    for name in saved.keys() & now.keys():
+        if saved[name] != now[name]:
+            raise ValueError(
+                f"The {name} was set to epoch {now[name]} in the middle of its epoch {saved[name]}: what is left would "
+                "be in another order. Call set_epoch only between epochs."
+            )
+
+
+def draw_run(position: Position, options: Options, generator: torch.Generator | None) -> None:
+    """Fix the run's key, by the draw that torch makes for its workers' seeds where no seed is given.
+
+    torch draws from a user's generator in every epoch, and so does this, to leave it as torch would.
+    """
+    anew = isinstance(position, MapPosition) and (position.sampler is None or "before" in position.sampler)
+    if position.run is None and options.seeded:
+        position.run = key(options.seed or 0, "run")
+    elif position.run is None or (generator is not None and position.epoch > 0 and anew):
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        position.run = drawn if position.run is None else position.run
 
 
 def fingerprint_of(

@@ -14,7 +14,7 @@ import orjson
 
 from unbroken.errors import InvalidState
 from unbroken.ledger import fold
-from unbroken.state import fragment, resealed, whole
+from unbroken.state import checked_sampler, fragment, resealed, whole
 
 __all__ = ["Anchor", "LanePosition", "LanesPosition", "Made", "MapPosition", "Position"]
 
@@ -374,11 +374,11 @@ class MapPosition(Position):
                 began=began,
                 run=run,
                 ledger=whole(leaf["ledger"] or 0),
-                sampler=leaf["sampler"],
+                sampler=checked_sampler(leaf["sampler"]),
                 epochs=epochs,
                 cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
 

@@ -129,6 +129,10 @@ class MapOrder:
             name += f"(indices={digest(list(self.base.indices)):016x})"
         return {"sampler": name}
 
+    def at_end(self, position: MapPosition) -> bool:
+        """Whether nothing of the epoch is left, where that can be told without drawing its order again."""
+        return self.kind not in ("custom", "drawn") and 0 < self.total() <= position.rows
+
     def note_end(self, position: MapPosition) -> None:
         """At the start of an epoch's position: what a user's generator has come to, as the next draw goes on from
         it.
@@ -236,6 +240,8 @@ class MapOrder:
             offset = (rank - start) % world
             mine = made.samples[offset::world]
             if not mine or (self.drop_last and not self.by_batch and len(mine) < self.size):
+                while not made.ended:  # its state at the end is carried into the next epoch
+                    made = make()
                 return
             indices = mine[0] if self.by_batch or not self.batched else mine
             place = start + offset

@@ -7,8 +7,10 @@ list.
 
 from __future__ import annotations
 
+import os
 import random
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -57,11 +59,13 @@ def seed_globals(place: int) -> None:
 # state costs 70. Ours is used whenever the user's has been set aside; nesting gets its own.
 _get_bit_generator = np.random.get_bit_generator  # type: ignore[attr-defined]
 _set_bit_generator = np.random.set_bit_generator  # type: ignore[attr-defined]
+_guard = threading.RLock()
 _spare_bit_generators: list[np.random.MT19937] = []
 
 
 def take_globals() -> Globals:
-    """Set the global generators aside; they may be reseeded until ``put_back_globals``."""
+    """Set the global generators aside, to be reseeded at will until ``put_back_globals``; other threads wait."""
+    _guard.acquire()
     aside = _get_bit_generator()
     spare = _spare_bit_generators.pop() if _spare_bit_generators else np.random.MT19937(0)
     _set_bit_generator(spare)
@@ -76,6 +80,16 @@ def put_back_globals(aside: Globals) -> None:
     _set_bit_generator(aside[2])
     if isinstance(used, np.random.MT19937) and used is not aside[2]:
         _spare_bit_generators.append(used)
+    _guard.release()
+
+
+def _forked() -> None:
+    global _guard
+    _guard = threading.RLock()  # a thread that held it is not in this process
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def read_globals() -> Globals:

@@ -28,6 +28,7 @@ __all__ = [
     "VERSION",
     "Difference",
     "check_fingerprint",
+    "checked_sampler",
     "fragment",
     "parse_header",
     "parse_leaf",
@@ -53,6 +54,10 @@ def seal(value: Any, what: str = "state") -> str:
         return orjson.dumps(_tag(value, what)).decode()
     except RecursionError:
         raise UnsealableState(f"{what} contains itself, or is nested too deeply to be saved.") from None
+    except TypeError as error:
+        if isinstance(error, UnsealableState):
+            raise
+        raise UnsealableState(f"{what} holds something that is no text of UTF-8 or no JSON: {error}.") from error
 
 
 def unseal(text: str) -> Any:
@@ -165,6 +170,18 @@ def whole(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"expected a whole number, found {value!r}")
     return value
+
+
+def checked_sampler(saved: Any) -> dict[str, Any] | None:
+    """What draws an order again: a seed, or sealed states under one of the names that ``sampling`` gives them."""
+    for name, value in ({} if saved is None else saved).items():
+        if name == "seed":
+            whole(value)
+        elif name in ("generator", "before", "state", "globals") and isinstance(value, str):
+            unseal(value)
+        else:
+            raise ValueError(f"a sampler cannot be made again from {name!r}")
+    return saved  # type: ignore[no-any-return]
 
 
 def parse_header(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,15 +53,22 @@ class Channel:
         """
         payload = pickle.dumps(message, 5)
         view = memoryview(_LENGTH.pack(len(payload)) + payload)
-        if descriptor is not None:
-            view = view[socket.send_fds(self._end, [view[:1]], [descriptor]) :]
         while view:
             try:
-                view = view[self._end.send(view, socket.MSG_DONTWAIT) :]
+                if descriptor is None:
+                    view = view[self._end.send(view, socket.MSG_DONTWAIT) :]
+                else:
+                    view = view[socket.send_fds(self._end, [view], [descriptor], socket.MSG_DONTWAIT) :]
+                    descriptor = None
             except BlockingIOError:
-                readable, _, _ = select.select([self._end] if when_full is not None else [], [self._end], [])
-                if readable and when_full is not None:
+                if self._wait_to_send(readable=when_full is not None) and when_full is not None:
                     when_full()
+
+    def _wait_to_send(self, *, readable: bool) -> bool:
+        """Wait until there is room again, or something to read; whether there is something to read."""
+        waiting = select.poll()
+        waiting.register(self._end, select.POLLOUT | (select.POLLIN if readable else 0))
+        return any(event & select.POLLIN for _, event in waiting.poll())
 
     def receive(self, *, wait: bool = True) -> list[Any]:
         """Wait for bytes, and return the messages that are complete, none perhaps.
@@ -91,6 +98,12 @@ class Channel:
     def take_descriptor(self) -> int:
         """The descriptor that came with the message just read; the caller closes it."""
         return self._descriptors.popleft()
+
+    def shut_down(self) -> None:
+        """Close this end, and have the other end see it even where a forked process holds a copy of ours."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def close(self) -> None:
         """Close this end; may be called again."""

@@ -174,7 +174,7 @@ class Cursor:
                 raise InvalidState(
                     f"The position of lane {self._lane} counts samples but has no anchor: it was changed."
                 )
-            self._enter(start.carry)
+            self._enter(self._rules.pristine if self._rules.resume == "replay" else start.carry)
             made.opened = (0, self._opening.capture())
             return
         failures: list[Exception | None] = []
@@ -201,7 +201,7 @@ class Cursor:
             return False
 
         if self._rules.resume == "replay":
-            return leads_to(None, 0)
+            return leads_to(self._rules.pristine, 0)
         if anchor.at == 0 or self._believed:
             return leads_to(anchor.after, anchor.at)
         if not anchor.fixed:  # of a position that was saved with resume="trust"

@@ -43,6 +43,11 @@ class Engine(ABC):
     def close(self) -> None:
         """Let go of everything; may be called again."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be asked of it."""
+        return False
+
     def least_busy(self) -> int:
         """The host that has the least to do."""
         return 0

@@ -23,6 +23,10 @@ class Run(ABC):
         """An engine and a feed at the position where this epoch stands now."""
 
     @abstractmethod
+    def is_live(self, epoch: Epoch) -> bool:
+        """Whether the loader's position is that of this pass: no newer one has been begun."""
+
+    @abstractmethod
     def finish(self, epoch: Epoch, *, going_on: bool) -> None:
         """An epoch has come to its end: stand at the start of the next. ``going_on``: the same pass continues with
         it.
@@ -38,7 +42,7 @@ class Epoch(Iterator[Any]):
     """
 
     def __init__(
-        self, run: Run, *, resumed: bool, keep_engine: bool, pin_memory: bool, length: tuple[Any, int] | None
+        self, run: Run, resumed: bool, keep_engine: bool, pin_memory: bool, length: tuple[Any, int] | None
     ) -> None:
         self._run = run
         self._resumed = resumed
@@ -70,9 +74,14 @@ class Epoch(Iterator[Any]):
             self._start()
         while True:
             try:
-                batch = self._feed.next()  # type: ignore[union-attr]
+                batch = self._feed.make()  # type: ignore[union-attr]
+                if self._pin:
+                    batch = pin(batch)
+                self._feed.commit()  # type: ignore[union-attr]
                 break
-            except StopIteration:
+            except Exception as error:
+                if not isinstance(error, StopIteration):
+                    raise
                 going_on = self._resumed and self._delivered == 0
                 self._resumed = False
                 self._run.finish(self, going_on=going_on)
@@ -83,10 +92,18 @@ class Epoch(Iterator[Any]):
                 if not self._keep_engine:
                     self._let_go()
                 self._start()
+            except BaseException:  # Ctrl-C, say: anything may be half done, so the next batch starts at the position
+                self.finished = not self._run.is_live(self)
+                self.close()
+                raise
         self._delivered += 1
         if self._length is not None and self._delivered > self._length[1]:
             self._warn_of_length()
-        return pin(batch) if self._pin else batch
+        return batch
+
+    def __len__(self) -> int:
+        """As ``len(loader)``."""
+        return len(self._run)  # type: ignore[arg-type]
 
     @property
     def waiting(self) -> bool:

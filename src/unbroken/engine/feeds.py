@@ -29,11 +29,18 @@ __all__ = ["Batching", "Feed", "LaneFeed", "MapFeed", "RowFeed"]
 
 
 class Feed(ABC):
-    """Hands out batches and moves the position."""
+    """Makes batches in order, and moves the position when one is handed out."""
 
     @abstractmethod
-    def next(self) -> Any:
-        """The next batch. Raises ``StopIteration`` at the end of the epoch, and what the dataset raises."""
+    def make(self) -> Any:
+        """The next batch. Raises ``StopIteration`` at the end of the epoch, and what the dataset raises.
+
+        After an error of a lane, the next call starts again at the position; after ``WorkerTimeout`` it waits on.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Count the batch that was made last as delivered."""
 
 
 @final
@@ -46,11 +53,15 @@ class MapFeed(Feed):
         self._steps = steps
         self._cursor_size = cursor_size
         self._queue: deque[tuple[int, Step]] = deque()
+        self._made: tuple[Step, int] | None = None
+        self._broken: Exception | None = None
         engine.open(position.epoch, position.epochs.get("dataset"), {})
 
-    def next(self) -> Any:
+    def make(self) -> Any:
         self._fill(max(1, self._engine.hosts * self._engine.lookahead))
         if not self._queue:
+            if self._broken is not None:
+                raise self._broken
             raise StopIteration
         ticket, step = self._queue[0]
         try:
@@ -62,14 +73,23 @@ class MapFeed(Feed):
             raise
         self._queue.popleft()
         self._fill(self._engine.hosts * self._engine.lookahead)
-        self._position.deliver(step.rows, reply.made)
-        if step.made is not None:
-            self._position.cursor.deliver(step.made, self._cursor_size)
+        self._made = step, reply.made
         return reply.batch
 
+    def commit(self) -> None:
+        if self._made is not None:
+            step, digest = self._made
+            self._position.deliver(step.rows, digest)
+            if step.made is not None:
+                self._position.cursor.deliver(step.made, self._cursor_size)
+
     def _fill(self, number: int) -> None:
-        while len(self._queue) < number:
-            step = next(self._steps, None)
+        while self._broken is None and len(self._queue) < number:
+            try:
+                step = next(self._steps, None)
+            except Exception as error:  # of the sampler: raised when the batches before it are through
+                self._broken = error
+                return
             if step is None:
                 return
             task = MapTask(self._position.epoch, step.place, step.stride, step.indices)
@@ -98,11 +118,14 @@ class _Lanes:
         """Whose turn it is, from what was delivered."""
         self.turns = Turns(self.position.turns())
 
-    def end(self, number: int, made: Made) -> None:
+    def end_turns(self, number: int) -> None:
         """A lane has no more turns in this epoch."""
-        self.position.lanes[number].end(made)
         self.turns.end(number)
         self.planned.end(number)
+
+    def end(self, number: int, made: Made) -> None:
+        """All that a lane had in this epoch is delivered."""
+        self.position.lanes[number].end(made)
         if not self.turns and self.dp_world_size > 1 and not any(p.turns for p in self.position.lanes.values()):
             raise LaneError(
                 f"This rank has no data: its lanes {list(self.position.lanes)} yielded nothing in epoch "
@@ -123,9 +146,10 @@ class LaneFeed(Feed):
         self._ahead: dict[int, deque[int]] = {}
         self._undelivered = 0
         self._failed = False
+        self._made: tuple[int, Made] | None = None
         self._first_digests: dict[tuple[int, ...], int] = {}
 
-    def next(self) -> Any:
+    def make(self) -> Any:
         if self._failed:
             self._lanes.restart()
             self._ahead, self._undelivered, self._failed = {}, 0, False
@@ -135,17 +159,23 @@ class LaneFeed(Feed):
             reply = self._collect(number)
             made = reply.made
             if made.ended:
+                lanes.end_turns(number)
                 lanes.end(number, made)
                 self._undelivered -= len(self._ahead.pop(number, ()))
                 continue
             lanes.turns.take()
             self._fill()
-            lanes.position.lanes[number].deliver(made, self._size)
-            lanes.position.step += 1
-            if made.unaware:
-                self._warn_of_repeats(number, made)
+            self._made = number, made
             return reply.batch
         raise StopIteration
+
+    def commit(self) -> None:
+        if self._made is not None:
+            number, made = self._made
+            self._lanes.position.lanes[number].deliver(made, self._size)
+            self._lanes.position.step += 1
+            if made.unaware:
+                self._warn_of_repeats(number, made)
 
     def _collect(self, number: int) -> Reply:
         self._fill()
@@ -231,28 +261,22 @@ class RowFeed(Feed):
         self._layout: RowLayout | None = None
         self._ahead: list[deque[_Ahead]] = [deque() for _ in range(engine.hosts)]
         self._rows: dict[int, deque[_Row]] = {}
+        self._taken: list[tuple[int, _Row]] = []
         self._failed = False
 
-    def next(self) -> Any:
+    def make(self) -> Any:
         if self._failed:
             self._lanes.restart()
             self._ahead = [deque() for _ in self._ahead]
             self._rows, self._failed = {}, False
-        taken: list[tuple[int, _Row]] = []
-        turns = self._lanes.turns
+        taken = self._taken = []
         try:
-            while turns and len(taken) < self._batching.size:
-                number = turns.peek()
-                row = self._row_of(number)
-                if row.made.ended:
-                    self._lanes.end(number, row.made)
-                    continue
-                turns.take()
-                taken.append((number, row))
-            if not taken or (self._batching.drop_last and len(taken) < self._batching.size):
+            rows = self._take(taken)
+            if not rows or (self._batching.drop_last and len(rows) < self._batching.size):
+                self._end_lanes()
                 raise StopIteration
             self._fill(self._lanes.engine.lookahead)
-            batch = self._batch([row for _, row in taken])
+            return self._batch(rows)
         except StopIteration:
             raise
         except WorkerTimeout:  # what is missing may still come
@@ -263,10 +287,35 @@ class RowFeed(Feed):
         except BaseException:
             self._failed = True
             raise
-        for number, row in taken:
-            self._lanes.position.lanes[number].deliver(row.made, 1)
+
+    def _take(self, taken: list[tuple[int, _Row]]) -> list[_Row]:
+        """The rows of the next batch; ``taken`` gets them too, and the ends of lanes between them."""
+        rows: list[_Row] = []
+        turns = self._lanes.turns
+        while turns and len(rows) < self._batching.size:
+            number = turns.peek()
+            row = self._row_of(number)
+            taken.append((number, row))
+            if row.made.ended:
+                self._lanes.end_turns(number)
+            else:
+                turns.take()
+                rows.append(row)
+        return rows
+
+    def commit(self) -> None:
+        lanes = self._lanes.position.lanes
+        for number, row in self._taken:
+            if not row.made.ended:
+                lanes[number].deliver(row.made, 1)
+        self._end_lanes()
         self._lanes.position.step += 1
-        return batch
+
+    def _end_lanes(self) -> None:
+        """Lanes end in the position when their last rows are delivered, and not when that is known."""
+        for number, row in self._taken:
+            if row.made.ended:
+                self._lanes.end(number, row.made)
 
     def _row_of(self, number: int) -> _Row:
         rows = self._rows.get(number)
@@ -322,8 +371,12 @@ class RowFeed(Feed):
         values = [self._value(row) for row in rows]
         if batching.collate_fn is not None:
             position = self._lanes.position
-            with isolated(key(position.run or 0, "collate", position.epoch, position.step, min(position.lanes))):
-                return batching.collate_fn(values if batching.batched else values[0])
+            place = key(position.run or 0, "collate", position.epoch, position.step, min(position.lanes))
+            try:
+                with isolated(place):
+                    return batching.collate_fn(values if batching.batched else values[0])
+            except StopIteration as error:
+                raise RuntimeError("collate_fn raised StopIteration, which would end the epoch.") from error
         return stacked(collate(values)) if batching.batched else default_convert(values[0])  # type: ignore[no-untyped-call]
 
     def _value(self, row: _Row) -> Any:

@@ -110,7 +110,8 @@ class Host:
 
     def _cursor(self, lane: int, start: LanePosition, dataset_epoch: int | None, neighbours: int) -> Cursor:
         plan, dataset = self._plan, self._plan.dataset
-        if plan.kind != "stream" and neighbours > 1:
+        shared = neighbours > 1 or (not plan.hosts and plan.lanes > 1 and plan.worker_init_fn is not None)
+        if plan.kind != "stream" and shared:
             if lane not in self._datasets:
                 self._datasets[lane] = copy_dataset(dataset)
             dataset = self._datasets[lane]
@@ -129,13 +130,13 @@ class Host:
     def _initialise(self, number: int, info: Any) -> None:
         if self._plan.worker_init_fn is None or number in self._initialised:
             return
-        self._initialised.add(number)
         aside = set_worker_info(info)
         try:
             seed_globals(key(self._plan.rules.run, "init", number))
             self._plan.worker_init_fn(number)
         finally:
             set_worker_info(aside)
+        self._initialised.add(number)
 
     def where(self, task: Any) -> str:
         """The place that a failed task had come to, for a message."""

@@ -14,6 +14,7 @@ import orjson
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset
 
+from unbroken.errors import UnsealableState
 from unbroken.lanes import Lane, LaneStream
 from unbroken.state import seal, unseal
 
@@ -83,7 +84,6 @@ class TorchOpening(Opening):
 
     def __init__(self, dataset: Any, *, use_state: bool, what: str) -> None:
         self._dataset = dataset
-        self._on_dataset = use_state and _stateful(dataset)
         self._use_state = use_state
         self._iterator: Iterator[Any] | None = None
         self._epoch: int | None = None
@@ -92,7 +92,7 @@ class TorchOpening(Opening):
 
     @property
     def stateful(self) -> bool:
-        return self._on_dataset or (self._use_state and _stateful(self._iterator))
+        return self._use_state and (_stateful(self._dataset) or _stateful(self._iterator))
 
     def set_epoch(self, epoch: int | None) -> None:
         """The ``epoch`` that the user's dataset had when the loader's epoch began; put into this copy at opening."""
@@ -100,22 +100,20 @@ class TorchOpening(Opening):
 
     def enter(self, state: str | None) -> Iterator[Any]:
         saved = unseal(state) if state is not None else {}
-        own_iterator = hasattr(self._dataset, "__next__")
-        if "dataset" in saved and self._on_dataset:
+        late = hasattr(self._dataset, "__next__")  # it may be its own iterator: loaded once it is opened
+        if "dataset" in saved and not late and _stateful(self._dataset):
             self._dataset.load_state_dict(saved["dataset"])
         if self._epoch is not None and getattr(self._dataset, "epoch", None) != self._epoch:
             self._dataset.set_epoch(self._epoch)
         self._iterator = iter(self._dataset)
-        if "iterator" in saved and self._use_state and _stateful(self._iterator):
-            self._iterator.load_state_dict(saved["iterator"])  # type: ignore[union-attr]
-        self._on_dataset = (
-            self._use_state and _stateful(self._dataset) and not (own_iterator and self._iterator is self._dataset)
-        )
+        of_iterator = saved.get("iterator", saved.get("dataset") if late else None)
+        if of_iterator is not None and _stateful(self._iterator):
+            self._iterator.load_state_dict(of_iterator)  # type: ignore[union-attr]
         return self._iterator
 
     def capture(self) -> str | None:
         state = {}
-        if self._on_dataset:
+        if self._use_state and _stateful(self._dataset) and self._iterator is not self._dataset:
             state["dataset"] = self._dataset.state_dict()
         if self._use_state and _stateful(self._iterator):
             state["iterator"] = self._iterator.state_dict()  # type: ignore[union-attr]
@@ -124,8 +122,7 @@ class TorchOpening(Opening):
     def carry(self) -> str | None:
         if not (self._use_state and _stateful(self._dataset)):
             return None
-        where = "iterator" if self._iterator is self._dataset else "dataset"
-        return seal({where: self._dataset.state_dict()}, self._what)
+        return seal({"dataset": self._dataset.state_dict()}, self._what)
 
 
 @final
@@ -151,7 +148,14 @@ class StreamOpening(Opening):
         return self._iterator  # type: ignore[no-any-return]
 
     def capture(self) -> str | None:
-        return orjson.dumps(self._iterator.state_dict()).decode()
+        state = self._iterator.state_dict()
+        try:
+            return orjson.dumps(state).decode()
+        except TypeError as error:
+            raise UnsealableState(
+                f"The state_dict() of the iterator of {self.name} holds more than JSON values: {error}.\n"
+                "Return numbers, text, lists and dicts with keys of text."
+            ) from error
 
     def carry(self) -> str | None:
         return None

@@ -21,6 +21,12 @@ def should_pin(asked: bool) -> bool:
             stacklevel=4,
         )
         return False
+    if asked and (found := torch.accelerator.current_accelerator()) is not None and found.type == "mps":
+        warnings.warn(
+            "'pin_memory' argument is set as true but not supported on MPS now, device pinned memory won't be used.",
+            stacklevel=4,
+        )
+        return False
     return asked
 
 

@@ -23,7 +23,7 @@ from unbroken.engine.host import Plan, RowsTask
 from unbroken.engine.progress import Remaking
 from unbroken.engine.ring import Bytes, Ring, Slot, map_memory
 from unbroken.engine.wire import decode
-from unbroken.engine.worker import Failure, main
+from unbroken.engine.worker import Failure, main, open_pidfd
 from unbroken.errors import WorkerDied, WorkerTimeout
 from unbroken.position import LanePosition
 
@@ -57,7 +57,7 @@ class _Worker:
     number: int
     process: Any
     channel: Channel
-    watch: int
+    watch: int | None = None
     pending: dict[int, _Pending] = field(default_factory=dict)
     dead: bool = False
 
@@ -109,10 +109,11 @@ class Pool(Engine):
             raise
         finally:
             theirs.close()
-        # A sentinel stays silent while a grandchild holds its pipe open; a pidfd does not.
-        watch = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else process.sentinel
-        worker = _Worker(number, process, ours, watch)
+        worker = _Worker(number, process, ours)
         self._workers.append(worker)
+        watch = worker.watch = open_pidfd(process.pid)
+        if watch is None:  # a sentinel will do, but it stays silent while a grandchild holds its pipe open
+            watch = process.sentinel
         self._selector.register(ours, selectors.EVENT_READ, (worker, False))
         self._selector.register(watch, selectors.EVENT_READ, (worker, True))
 
@@ -136,7 +137,13 @@ class Pool(Engine):
             slot = kept = self._ring.acquire()
         worker.pending[self._ticket] = _Pending(task, kept)
         place = None if slot is None else (slot.arena, slot.offset, slot.size)
-        self._send(worker, ("task", self._ticket, place, task))
+        try:
+            self._send(worker, ("task", self._ticket, place, task))
+        except WorkerDied:
+            raise
+        except Exception:  # indices that cannot be pickled
+            self._release(worker.pending.pop(self._ticket).kept)
+            raise
         return self._ticket
 
     def share(self, nbytes: int) -> SharedPlace | None:
@@ -149,6 +156,11 @@ class Pool(Engine):
         return min(self._workers, key=lambda worker: len(worker.pending)).number
 
     def collect(self, ticket: int) -> Reply:
+        if ticket < self._first_ticket:
+            raise RuntimeError(
+                "A newer iterator has taken over the persistent workers of this loader: only the newest one goes on.\n"
+                "Use persistent_workers=False to have several iterators at a time."
+            )
         deadline = monotonic() + self._timeout if self._timeout > 0 else math.inf
         while ticket not in self._replies:
             if self._receive(deadline):
@@ -251,7 +263,7 @@ class Pool(Engine):
         """A worker is dead: take what it still sent, then say how it ended, if anything was still asked of it."""
         if not worker.dead:
             worker.dead = True
-            self._selector.unregister(worker.watch)
+            self._selector.unregister(worker.process.sentinel if worker.watch is None else worker.watch)
         try:
             while worker.pending:
                 for message in worker.channel.receive(wait=False):
@@ -264,6 +276,10 @@ class Pool(Engine):
         text = _death_text(worker)
         self.close()
         raise WorkerDied(text)
+
+    @property
+    def closed(self) -> bool:
+        return not self._close.still_active()
 
     def close(self) -> None:
         """End the workers: at once where they are idle, by force after a second."""
@@ -297,15 +313,19 @@ def _death_text(worker: _Worker) -> str:
 
 def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
     selector.close()
+    try:
+        for worker in workers:
+            worker.channel.shut_down()  # an idle worker ends at once
+        until = monotonic() + _GRACE
+        for worker in workers:
+            worker.process.join(max(0.0, until - monotonic()))
+    finally:  # also where Ctrl-C comes in between: workers do not heed the SIGTERM that would come at the exit
+        for worker in workers:
+            if worker.process.exitcode is None:
+                worker.process.kill()
     for worker in workers:
-        worker.channel.close()  # an idle worker ends at once
-    until = monotonic() + _GRACE
-    for worker in workers:
-        worker.process.join(max(0.0, until - monotonic()))
-        if worker.process.exitcode is None:
-            worker.process.kill()
-    for worker in workers:
-        worker.process.join()
-        if hasattr(os, "pidfd_open"):
+        worker.process.join(_GRACE)
+        if worker.watch is not None:
             os.close(worker.watch)
-        worker.process.close()
+        if worker.process.exitcode is not None:
+            worker.process.close()

@@ -90,8 +90,9 @@ class Ring:
 
     def __init__(self, announce: Callable[[int, int, int], None], retract: Callable[[int], None]) -> None:
         self.pid = os.getpid()
-        self._announce = announce
-        self._retract = retract
+        # Weakly: slots that a user holds keep their ring, and must not keep the workers.
+        self._announce = weakref.WeakMethod(announce)
+        self._retract = weakref.WeakMethod(retract)
         self._free: deque[Slot] = deque()
         self._out: set[Slot] = set()
         self._given_back: deque[Slot] = deque()
@@ -142,7 +143,8 @@ class Ring:
         self._alive[slot.arena] -= 1
         if not self._alive[slot.arena]:
             del self._alive[slot.arena]
-            self._retract(slot.arena)
+            if (retract := self._retract()) is not None:
+                retract(slot.arena)
 
     def _grow(self) -> None:
         number = max(1, min(_ARENA_SLOTS, _ARENA_BYTES // self._size))
@@ -151,7 +153,8 @@ class Ring:
         fd = create_memory(size)
         try:
             memory = map_memory(fd, size)
-            self._announce(arena, fd, size)
+            if (announce := self._announce()) is not None:
+                announce(arena, fd, size)
         finally:
             os.close(fd)
         self._alive[arena] = number

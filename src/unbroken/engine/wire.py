@@ -133,7 +133,7 @@ class _Parts:
         if array.dtype.hasobject:
             return array.__reduce_ex__(5)
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-        plain: np.ndarray[Any, Any] = np.array(array, order=order, copy=None, subok=False)  # type: ignore[call-overload]
+        plain: np.ndarray[Any, Any] = np.asarray(array, order=order)  # type: ignore[call-overload]
         offset = self._place(plain, plain.nbytes) if plain.nbytes else -1
         dtype = plain.dtype.str if plain.dtype.names is None else plain.dtype
         return _array_at, (offset, dtype, plain.shape, order)

@@ -5,7 +5,6 @@ It reads tasks from its one connection, writes batches into the slots that came 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import pickle
@@ -13,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from unbroken.errors import UnbrokenError, UnsendableBatch
 from unbroken.ledger import digest
 from unbroken.position import LanePosition, Made
 
-__all__ = ["Failure", "main"]
+__all__ = ["Failure", "main", "open_pidfd"]
 
 
 @final
@@ -103,13 +103,36 @@ def _end_with(parent: int, by_fork: bool) -> None:
 
 
 def _watch(parent: int) -> None:
-    if hasattr(os, "pidfd_open"):
-        with contextlib.suppress(ProcessLookupError):
-            select.select([os.pidfd_open(parent)], [], [])
-    else:
-        while os.getppid() == parent:
-            threading.Event().wait(1.0)
+    descriptor = open_pidfd(parent)
+    if descriptor is not None:
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLIN)
+        waiting.poll()
+        os._exit(1)
+    born_of = os.getppid()  # of a zombie it changes, while the process can still be signalled
+    while os.getppid() == born_of and _alive(parent):
+        time.sleep(1.0)
     os._exit(1)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def open_pidfd(process: int) -> int | None:
+    """A descriptor that becomes readable when a process ends; None where the system has none, or refuses it."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(process)
+    except OSError:  # an old kernel, or a sandbox that does not let it through
+        return None
 
 
 @final
