@@ -175,7 +175,7 @@ def _check_one_save(leaves: Mapping[str, Mapping[str, Any]], at: Any) -> None:
     for name, leaf in leaves.items():
         if not leaf["lane"].get("ended"):
             places.append((name, leaf["lane"]["epoch"], leaf["step"] - leaf["began"], leaf["step"]))
-    if isinstance(at, list) and len(at) == 3:
+    if isinstance(at, list) and len(at) == 3 and all(type(number) is int for number in at):
         places.append(("the header", *at))
     if len({step for *_, step in places}) <= 1:
         return

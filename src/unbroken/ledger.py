@@ -47,7 +47,7 @@ def _digest(value: Any, cap: int) -> int:
         return _hash(repr(value).encode(), 1)
     if kind is str:
         return _hash(value.encode("utf-8", "surrogatepass"), 2)
-    if kind is bytes:
+    if kind is bytes or kind is bytearray:
         return _hash(value, 3)
     if kind is dict:
         return _of_dict(value, cap)
@@ -61,13 +61,22 @@ def fold(ledger: int, digests: list[int]) -> int:
 
 def _of_tensor(value: torch.Tensor, cap: int) -> int:
     if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-        return _hash(repr(value).encode(), 4)
-    plain = value.detach().cpu().resolve_conj().resolve_neg() if value.requires_grad or value.is_conj() else value
+        return _of_rare_tensor(value, cap)
+    plain = value.detach().cpu().resolve_conj() if value.requires_grad or value.is_conj() else value
     try:
         return _of_array(plain.numpy(), cap)
     except (TypeError, RuntimeError):  # a dtype that numpy has not (bfloat16), another device, or negated lazily
-        flat = plain.detach().cpu().resolve_neg().contiguous().reshape(-1)
+        flat = plain.detach().cpu().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
         return _of_array(flat.view(torch.uint8).numpy(), cap)
+
+
+def _of_rare_tensor(value: torch.Tensor, cap: int) -> int:
+    if value.layout is torch.sparse_coo:
+        found = value.detach().coalesce()
+        return fold(4, [_digest(found.indices(), cap), _digest(found.values(), cap), *value.shape])
+    if value.is_nested:
+        return fold(5, [_digest(part, cap) for part in value.detach().unbind()])
+    return _hash(repr(value).encode(), 4)
 
 
 def _of_array(array: np.ndarray[Any, Any], cap: int) -> int:
@@ -75,11 +84,9 @@ def _of_array(array: np.ndarray[Any, Any], cap: int) -> int:
     if size <= cap:
         return _hash(np.ascontiguousarray(array), array.size)
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    hasher, part = xxhash.xxh3_64(seed=array.size), cap // _PARTS
-    for number in range(_PARTS):
-        start = (size - part) * number // (_PARTS - 1)
-        hasher.update(data[start : start + part])
-    return hasher.intdigest()
+    part = cap // _PARTS
+    starts = [(size - part) * number // (_PARTS - 1) for number in range(_PARTS)]
+    return _hash(b"".join([data[start : start + part] for start in starts]), array.size)
 
 
 def _of_dict(value: dict[Any, Any], cap: int) -> int:
@@ -108,11 +115,16 @@ def _of_container(value: Any, cap: int) -> int:
         return _hash(value.tobytes(), 5)
     elif isinstance(value, torch.Tensor):
         return _of_tensor(value.as_subclass(torch.Tensor), cap)
-    elif hasattr(value, "__array_interface__"):
+    elif hasattr(value, "__array_interface__") and not isinstance(value, np.ndarray):
         return _digest(np.asarray(value), cap)  # an image, say
+    elif isinstance(value, np.ndarray):
+        if not value.dtype.hasobject:
+            return _of_array(np.asarray(value), cap)
+        parts = [_digest(value.tolist(), cap)]
     elif hasattr(value, "__dict__"):
         parts = [_digest(vars(value), cap)]
-    else:
-        parts = []
+    else:  # a date, a complex number: what tells itself by its text, which is no default with an address in it
+        text = repr(value) if any("__repr__" in vars(kind) for kind in type(value).__mro__[:-1]) else ""
+        parts = [_hash(text.encode("utf-8", "surrogatepass"), 9)]
     parts.append(_hash(type(value).__qualname__.encode(), 7))
     return fold(len(parts), parts)

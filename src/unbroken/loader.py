@@ -34,7 +34,9 @@ from unbroken.engine.pool import Pool
 from unbroken.lanes import LaneStream, lanes_of_rank, plan_lanes
 from unbroken.leaves import Leaves
 from unbroken.options import (
+    PutBack,
     WatchedBatchSampler,
+    begin_afresh,
     check_epochs,
     check_options,
     check_order,
@@ -199,10 +201,10 @@ class StatefulDataLoader(DataLoader[Any], Run):
         if self._order is not None and isinstance(position, MapPosition):
             self._order.go_back(position)
         self._position, self._resumed, self._begun = position, resumed, False
-        self._begin_afresh(position)
+        begin_afresh(position, self._pristine)
         for name, holder in epoch_holders(self).items():
             if name in position.epochs:
-                holder.set_epoch(position.epochs[name])
+                holder.set_epoch(PutBack(position.epochs[name]))
         self._close_engine()
         if (live := self._live()) is not None and not live.finished:
             live.reposition()
@@ -212,13 +214,6 @@ class StatefulDataLoader(DataLoader[Any], Run):
             return MapPosition()
         exact = self._kind == "stream" or self._options.resume == "trust"
         return LanesPosition({lane: LanePosition(exact=exact) for lane in self._mine()})
-
-    def _begin_afresh(self, position: Position) -> None:
-        """Lanes that stand at the very beginning begin as the dataset did at first, whatever became of it since."""
-        lanes = position.lanes.values() if isinstance(position, LanesPosition) else ()
-        for lane in (position.cursor,) if isinstance(position, MapPosition) else lanes:
-            if lane.anchor is None and lane.carry is None:
-                lane.carry = self._pristine
 
     @property
     def _shared(self) -> bool:
@@ -252,12 +247,13 @@ class StatefulDataLoader(DataLoader[Any], Run):
             live.finished = True  # it was repositioned, and this iterator takes its place
         before = self._position, self._begun, self._resumed
         position = self._position.copy()
-        if self._begun or (isinstance(position, MapPosition) and self._order and self._order.at_end(position)):
-            position.next_epoch(self._pristine)
+        over = self._order is not None and isinstance(position, MapPosition) and self._order.at_end(position)
         epochs = {name: holder.epoch for name, holder in epoch_holders(self).items()}
         if self._resumed and position.mid_epoch:
-            check_epochs(position.epochs, epochs)
-        position.epochs = epochs
+            check_epochs(position.epochs, epochs, over=over)
+        if self._begun or over:
+            position.next_epoch(self._pristine)
+        position.epochs = {name: int(epoch) for name, epoch in epochs.items()}
         resumed, self._resumed = self._resumed, False
         self._position, self._begun = position, True
         length = None if self._reported_length is None else (self.dataset, self._reported_length)
@@ -382,9 +378,10 @@ class StatefulDataLoader(DataLoader[Any], Run):
     # ---- the rest of torch's interface
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the loader (by copy or pickle) has its position, and no part in its workers."""
-        alone = {"_iterating": None, "_engine": None, "_turns": None, "_position": self._position.copy()}
-        return {**self.__dict__, **alone}
+        """A copy of the loader (by copy or pickle) goes on from its position, with workers of its own."""
+        alone = dict.fromkeys(("_iterating", "_engine", "_turns"))
+        going_on = {"_position": self._position.copy(), "_resumed": self._begun or self._resumed, "_begun": False}
+        return {**self.__dict__, **alone, **going_on}
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank; for iterable datasets torch's estimate from ``len(dataset)``."""

@@ -14,13 +14,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from unbroken.errors import LaneError
 from unbroken.lanes import LaneStream
-from unbroken.position import MapPosition, Position
-from unbroken.sampling import MapOrder, Share
+from unbroken.position import LanesPosition, MapPosition, Position
+from unbroken.sampling import MapOrder, Share, adoptable
 from unbroken.seeding import key
 
 __all__ = [
     "Options",
+    "PutBack",
     "WatchedBatchSampler",
+    "begin_afresh",
     "check_epochs",
     "check_options",
     "check_order",
@@ -85,13 +87,21 @@ def check_options(given: dict[str, Any]) -> Options:
     seed = given["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed must be a whole number, but got seed={seed!r}.")
+    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed must fit 64 bits, but got seed={seed}.")
     if seed is not None and given["generator"] is not None:
         raise ValueError("seed and generator both say where random numbers come from: pass one of them.")
     share, sharded = _share(given["dp_rank"], given["dp_world_size"], given["mesh"])
     sampler = given["sampler"]
     if type(given["batch_sampler"]) is BatchSampler:
         sampler = given["batch_sampler"].sampler
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(sampler, DistributedSampler) and not adoptable(sampler):
+        if sharded:
+            raise ValueError(
+                f"{type(sampler).__qualname__} shares out the rows itself, and dp_rank and dp_world_size would do it a "
+                "second time. Leave the dp arguments out."
+            )
+    elif isinstance(sampler, DistributedSampler):
         adopted = Share(sampler.rank, sampler.num_replicas)
         if sharded and share != adopted:
             raise ValueError(
@@ -124,9 +134,30 @@ def check_order(order: MapOrder, options: Options) -> None:
         )
 
 
-def check_epochs(saved: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Refuse another epoch of a sampler or dataset in the middle of one."""
-    for name in saved.keys() & now.keys():
+def begin_afresh(position: Position, pristine: str | None) -> None:
+    """Lanes that stand at the very beginning begin as the dataset did at first, whatever became of it since."""
+    lanes = position.lanes.values() if isinstance(position, LanesPosition) else ()
+    for lane in (position.cursor,) if isinstance(position, MapPosition) else lanes:
+        if lane.anchor is None and lane.carry is None:
+            lane.carry = pristine
+
+
+class PutBack(int):
+    """An epoch that a load put back, and no ``set_epoch`` of the user's has replaced since."""
+
+
+def check_epochs(saved: Mapping[str, int], now: Mapping[str, int], *, over: bool) -> None:
+    """Refuse another epoch of a sampler or dataset in the middle of one, and where it is ``over`` that very epoch.
+
+    A loop that begins with the epoch that was going on would deliver the next one's rows in the order of the last.
+    """
+    for name in saved.keys() & now.keys() if over else ():
+        if saved[name] == now[name] and not isinstance(now[name], PutBack):
+            raise ValueError(
+                f"The {name} was set to epoch {now[name]}, of which everything was delivered before the position was "
+                f"saved: the next epoch is due. Call set_epoch({saved[name] + 1}), and let the loop begin there."
+            )
+    for name in saved.keys() & now.keys() if not over else ():
         if saved[name] != now[name]:
             raise ValueError(
                 f"The {name} was set to epoch {now[name]} in the middle of its epoch {saved[name]}: what is left would "
@@ -173,7 +204,7 @@ def epoch_holders(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         name: holder
         for name, holder in holders
-        if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) is int
+        if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) in (int, PutBack)
     }
 
 

@@ -133,15 +133,12 @@ class LanePosition:
         if self.newer:
             self._promote(self.delivered - len(made.digests), made.digests)
         if made.capture is not None:
-            self._note(made.capture, mid_batch=made.capture[0] < self.delivered)
-
-    def _note(self, capture: tuple[int, str | None, str | None], mid_batch: bool) -> None:
-        at, before, after = capture
-        if self.exact:
-            self.anchor = Anchor(at, None, after)
-        else:
-            del self.newer[1:]
-            self.newer.append(Anchor(at, before, after, wait=0 if mid_batch else 1))
+            at, before, after = made.capture
+            anchor = Anchor(at, before, after, wait=0 if at < self.delivered else 1)
+            if self.exact:
+                self.anchor = anchor
+            else:
+                self.newer[1:] = [anchor]
 
     def _promote(self, first: int, digests: list[int]) -> None:
         for candidate in self.newer:
@@ -171,6 +168,11 @@ class LanePosition:
         self.ended = False
         self.last = self.anchor = None
         self.newer, self.sizes = [], []
+
+    def copy(self) -> LanePosition:
+        """Another one at the same place, which moves on its own."""
+        newer = [replace(anchor, witnesses=list(anchor.witnesses)) for anchor in self.newer]
+        return replace(self, newer=newer, sizes=[list(size) for size in self.sizes])
 
     def starts_batch(self, sample: int) -> bool:
         """Whether a delivered sample was the first of its batch."""
@@ -205,7 +207,9 @@ class LanePosition:
             anchor = None
             if (a := leaf["anchor"]) is not None:
                 before, after = resealed(a["before"]), resealed(a["after"])
-                anchor = Anchor(whole(a["at"]), before, after, 0, whole(a["first_witness"]), list(a["witnesses"]))
+                anchor = Anchor(
+                    whole(a["at"]), before, after, 0, whole(a["first_witness"]), [whole(d) for d in a["witnesses"]]
+                )
             return LanePosition(
                 exact=exact,
                 epoch=whole(leaf["epoch"]),
@@ -216,9 +220,9 @@ class LanePosition:
                 last=None if leaf["last"] is None else whole(leaf["last"]),
                 carry=resealed(leaf["carry"]),
                 anchor=anchor,
-                sizes=[[whole(first), whole(size)] for first, size in leaf["sizes"]],
+                sizes=[[whole(first), whole(size, 1)] for first, size in leaf["sizes"]],
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
 
@@ -289,7 +293,7 @@ class LanesPosition(Position):
                 lane.next_epoch(pristine)
 
     def copy(self) -> LanesPosition:
-        return replace(self, lanes={number: replace(lane) for number, lane in self.lanes.items()})
+        return replace(self, lanes={number: lane.copy() for number, lane in self.lanes.items()})
 
     def leaves(self) -> dict[int, str]:
         """The leaf of every lane: one head for all, and of each lane what it has kept since it moved last."""
@@ -349,7 +353,7 @@ class MapPosition(Position):
         self.cursor.next_epoch(pristine)
 
     def copy(self) -> MapPosition:
-        return replace(self, cursor=replace(self.cursor))
+        return replace(self, cursor=self.cursor.copy())
 
     def leaf(self, *, shared: bool) -> str:
         """The leaf of a rank; or, ``shared``, that of all of them, without what one rank alone was given."""

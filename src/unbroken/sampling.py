@@ -28,7 +28,7 @@ from unbroken.position import Made, MapPosition
 from unbroken.seeding import Permutation, key
 from unbroken.state import seal, unseal
 
-__all__ = ["MapOrder", "Share", "Step"]
+__all__ = ["MapOrder", "Share", "Step", "adoptable"]
 
 Block = Callable[[int, int, int], Sequence[int]]
 MakeTurn = Callable[[int], Made]
@@ -257,6 +257,9 @@ def _kind_of(sampler: Any) -> str:
         return "sequential"
     if type(sampler) in _DRAWN:
         return "drawn"
-    if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
-        return "distributed"
-    return "custom"
+    return "distributed" if adoptable(sampler) else "custom"
+
+
+def adoptable(sampler: Any) -> bool:
+    """Whether this is torch's DistributedSampler, whose order is known for any number of replicas."""
+    return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__

@@ -57,6 +57,8 @@ def seal(value: Any, what: str = "state") -> str:
     except TypeError as error:
         if isinstance(error, UnsealableState):
             raise
+        if "ecursion" in str(error):
+            raise UnsealableState(f"{what} contains itself, or is nested too deeply to be saved.") from None
         raise UnsealableState(f"{what} holds something that is no text of UTF-8 or no JSON: {error}.") from error
 
 
@@ -102,14 +104,15 @@ def _tag_rare(value: Any, kind: type, path: str) -> Any:
         return {"!": kind.__name__, "v": base64.b64encode(value).decode()}
     if kind is complex:
         return {"!": "complex", "v": [_tag(value.real, path), _tag(value.imag, path)]}
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufcmMSU":
+    if (kind in (np.ndarray, np.memmap) or isinstance(value, np.generic)) and value.dtype.kind in "biufcmMSU":
         name = "array" if isinstance(value, np.ndarray) else "scalar"
         array = np.asarray(value)
         return _tag_data(
             name, array.dtype.newbyteorder("<").str, array.shape, array.astype(array.dtype.newbyteorder("<"))
         )
-    if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if kind is torch.Tensor and value.layout is torch.strided and not (value.is_quantized or value.is_meta):
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        data = plain.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
         return _tag_data("tensor", str(value.dtype), tuple(value.shape), data)
     raise UnsealableState(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which a position cannot carry.\n"
@@ -165,10 +168,10 @@ def resealed(value: Any) -> str | None:
     return None if value is None else orjson.dumps(value).decode()
 
 
-def whole(value: Any) -> int:
-    """A whole number of at least 0, as read from JSON. Raises ``ValueError`` on anything else."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a whole number, found {value!r}")
+def whole(value: Any, least: int = 0) -> int:
+    """A whole number of at least ``least``, as read from JSON. Raises ``ValueError`` on anything else."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"expected a whole number of at least {least}, found {value!r}")
     return value
 
 
@@ -234,7 +237,15 @@ class Difference:
     kind: str
 
     def __str__(self) -> str:
-        return f"  {self.field:<14} saved {_short(self.saved)}   now {_short(self.now)}   ({self.kind}-changing)"
+        return _table([self])
+
+
+def _table(differences: list[Difference]) -> str:
+    rows = [(d.field, _short(d.saved), _short(d.now), d.kind) for d in differences]
+    field, saved, now = (max(len(row[column]) for row in rows) for column in range(3))
+    return "\n".join(
+        f"  {row[0]:<{field}}   saved {row[1]:<{saved}}   now {row[2]:<{now}}   ({row[3]}-changing)" for row in rows
+    )
 
 
 def _short(value: Any) -> str:
@@ -258,7 +269,7 @@ def check_fingerprint(
     refused = [d for d in found if strict or d.field in fixed]
     if not refused:
         return found
-    report = "\n".join(str(d) for d in (found if strict else refused))
+    report = _table(found if strict else refused)
     if any(d.field in fixed for d in found):
         names = ", ".join(d.field for d in found if d.field in fixed)
         way_out = (

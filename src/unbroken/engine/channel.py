@@ -58,7 +58,8 @@ class Channel:
                 if descriptor is None:
                     view = view[self._end.send(view, socket.MSG_DONTWAIT) :]
                 else:
-                    view = view[socket.send_fds(self._end, [view], [descriptor], socket.MSG_DONTWAIT) :]
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+                    view = view[self._end.sendmsg([view], rights, socket.MSG_DONTWAIT) :]
                     descriptor = None
             except BlockingIOError:
                 if self._wait_to_send(readable=when_full is not None) and when_full is not None:

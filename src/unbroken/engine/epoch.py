@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -54,6 +55,7 @@ class Epoch(Iterator[Any]):
         self._engine: Engine | None = None
         self._closer: weakref.finalize[Any, Any] | None = None
         self.finished = False
+        self._lock = threading.RLock()
         self._start()
 
     def _start(self) -> None:
@@ -68,6 +70,10 @@ class Epoch(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        with self._lock:  # threads may share an iterator: each batch goes to one of them
+            return self._next()
+
+    def _next(self) -> Any:
         if self.finished:
             raise StopIteration
         if self._feed is None:
@@ -133,7 +139,7 @@ class Epoch(Iterator[Any]):
         warnings.warn(
             f"Length of IterableDataset {dataset} was reported to be {length} (when accessing len(dataloader)), but "
             f"{self._delivered} samples have been fetched. ",
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def __getstate__(self) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import torch
 from torch.utils.data import default_convert
 
 from unbroken.engine.engine import Engine, Reply
@@ -213,7 +214,7 @@ class LaneFeed(Feed):
                 "of its lanes repeats all of it (as it does in torch's loader).\nShard it in __iter__ by "
                 "torch.utils.data.get_worker_info(), whose id is the lane and num_workers the number of lanes; or "
                 "pass lanes=1.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
@@ -369,6 +370,8 @@ class RowFeed(Feed):
         if whole and all(row.shared is first.shared and row.place == place for place, row in enumerate(rows)):
             return first.layout.batch(first.shared.memory, batching.size)  # type: ignore[union-attr]
         values = [self._value(row) for row in rows]
+        if any(row.layout is not None for row in rows):  # some came as tensors, so all are to
+            values = [{name: torch.as_tensor(value) for name, value in row.items()} for row in values]
         if batching.collate_fn is not None:
             position = self._lanes.position
             place = key(position.run or 0, "collate", position.epoch, position.step, min(position.lanes))

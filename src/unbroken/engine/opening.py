@@ -122,7 +122,8 @@ class TorchOpening(Opening):
     def carry(self) -> str | None:
         if not (self._use_state and _stateful(self._dataset)):
             return None
-        return seal({"dataset": self._dataset.state_dict()}, self._what)
+        where = "iterator" if self._iterator is self._dataset else "dataset"
+        return seal({where: self._dataset.state_dict()}, self._what)
 
 
 @final

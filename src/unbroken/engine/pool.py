@@ -24,7 +24,7 @@ from unbroken.engine.progress import Remaking
 from unbroken.engine.ring import Bytes, Ring, Slot, map_memory
 from unbroken.engine.wire import decode
 from unbroken.engine.worker import Failure, main, open_pidfd
-from unbroken.errors import WorkerDied, WorkerTimeout
+from unbroken.errors import UnsendableBatch, WorkerDied, WorkerTimeout
 from unbroken.position import LanePosition
 
 __all__ = ["Pool", "SharedPlace"]
@@ -75,7 +75,7 @@ class Pool(Engine):
         self._timeout = timeout
         self._ticket = 0
         self._first_ticket = 0
-        self._replies: dict[int, tuple[str, Any, int, bytes, Any]] = {}
+        self._replies: dict[int, tuple[str, Any, int, bytes, Any, Any]] = {}
         self._remaking = Remaking()
         self._ring = Ring(self._announce, self._retract)
         self._selector = selectors.DefaultSelector()
@@ -119,7 +119,7 @@ class Pool(Engine):
 
     def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
         """Lanes are dealt out in the order given: the first to host 0, the next to host 1, and so on."""
-        for _, place, _, _, _ in self._replies.values():
+        for _, place, *_ in self._replies.values():
             self._release(place)
         self._replies.clear()
         self._first_ticket = self._ticket + 1
@@ -156,6 +156,8 @@ class Pool(Engine):
         return min(self._workers, key=lambda worker: len(worker.pending)).number
 
     def collect(self, ticket: int) -> Reply:
+        if os.getpid() != self._ring.pid:
+            raise RuntimeError("This iterator belongs to the process that made it; a forked process makes its own.")
         if ticket < self._first_ticket:
             raise RuntimeError(
                 "A newer iterator has taken over the persistent workers of this loader: only the newest one goes on.\n"
@@ -165,12 +167,17 @@ class Pool(Engine):
         while ticket not in self._replies:
             if self._receive(deadline):
                 deadline = monotonic() + self._timeout if self._timeout > 0 else math.inf
-        kind, place, nbytes, data, made = self._replies.pop(ticket)
+        kind, place, nbytes, data, made, task = self._replies.pop(ticket)
         if kind == "failed":
             made.throw()
         if isinstance(place, Slot):
             place = place.lease(nbytes)
-        return Reply(made, decode(data, place) if data else None)
+        try:
+            return Reply(made, decode(data, place) if data else None)
+        except Exception as error:
+            raise UnsendableBatch(
+                f"A batch came from a worker and cannot be made again here: {task}: {error!r}."
+            ) from error
 
     # ---- messages
 
@@ -214,13 +221,15 @@ class Pool(Engine):
         self._remaking.end()
         if message[0] == "failed":
             _, ticket, failure = message
-            self._release(worker.pending.pop(ticket).kept)
+            waited = worker.pending.pop(ticket)
+            self._release(waited.kept)
             if ticket >= self._first_ticket:
                 failure = failure or Failure(None, "the worker could not start")
-                self._replies[ticket] = ("failed", None, 0, b"", failure)
+                self._replies[ticket] = ("failed", None, 0, b"", failure, waited.task)
             return False
         _, ticket, where, nbytes, data, made = message
-        kept = worker.pending.pop(ticket).kept
+        waited = worker.pending.pop(ticket)
+        kept = waited.kept
         place: Any = None
         if where == "memory":
             fd = worker.channel.take_descriptor()
@@ -236,7 +245,7 @@ class Pool(Engine):
             self._release(kept)
         if ticket < self._first_ticket:
             return False
-        self._replies[ticket] = ("done", place, nbytes, data, made)
+        self._replies[ticket] = ("done", place, nbytes, data, made, waited.task)
         return False
 
     def _release(self, kept: Any) -> None:

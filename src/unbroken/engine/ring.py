@@ -7,6 +7,7 @@ out views of it. The slot is free again when the last view dies. memfd has no na
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import os
 import tempfile
@@ -91,8 +92,8 @@ class Ring:
     def __init__(self, announce: Callable[[int, int, int], None], retract: Callable[[int], None]) -> None:
         self.pid = os.getpid()
         # Weakly: slots that a user holds keep their ring, and must not keep the workers.
-        self._announce = weakref.WeakMethod(announce)
-        self._retract = weakref.WeakMethod(retract)
+        self._announce = _weakly(announce)
+        self._retract = _weakly(retract)
         self._free: deque[Slot] = deque()
         self._out: set[Slot] = set()
         self._given_back: deque[Slot] = deque()
@@ -159,6 +160,10 @@ class Ring:
             os.close(fd)
         self._alive[arena] = number
         self._free.extend(Slot(self, arena, memory, i * self._size, self._size) for i in range(number))
+
+
+def _weakly(call: Callable[..., None]) -> Callable[[], Callable[..., None] | None]:
+    return weakref.WeakMethod(call) if inspect.ismethod(call) else lambda: call
 
 
 _rings: weakref.WeakSet[Ring] = weakref.WeakSet()

@@ -208,11 +208,11 @@ def collate(samples: list[Any]) -> Any:
     kind = type(first)
     if kind is torch.Tensor:
         dtype = first.dtype
-        if _plain(first) and all(type(s) is torch.Tensor and s.dtype is dtype for s in samples):
+        if _plain(first) and first.nbytes and all(type(s) is torch.Tensor and s.dtype is dtype for s in samples):
             return _Stack(list(samples), dtype)
     elif kind is np.ndarray:
         dtype = _FROM_NUMPY.get(first.dtype)
-        if dtype and all(type(s) is np.ndarray and s.dtype == first.dtype for s in samples):
+        if dtype and first.nbytes and all(type(s) is np.ndarray and s.dtype == first.dtype for s in samples):
             return _Stack(list(samples), dtype)
     elif kind is dict:
         return {name: collate([s[name] for s in samples]) for name in first}
@@ -229,8 +229,6 @@ def stacked(batch: Any) -> Any:
     if isinstance(batch, _Stack):
         shape = (len(batch.samples), *batch.samples[0].shape)
         memory = np.empty(batch.samples[0].nbytes * len(batch.samples), np.uint8)
-        if not memory.size:
-            return torch.empty(shape, dtype=batch.dtype)
         batch.write(memory, 0)
         return _tensor_view(memory, 0, batch.dtype, shape)
     if type(batch) is dict:
@@ -239,7 +237,7 @@ def stacked(batch: Any) -> Any:
 
 
 def _collate_field(field: tuple[Any, ...]) -> Any:
-    return field if type(field[0]) in (str, bytes) else collate(list(field))
+    return field if isinstance(field[0], str | bytes) else collate(list(field))
 
 
 def _plain(tensor: torch.Tensor) -> bool:
