@@ -98,7 +98,7 @@ def test_a_wrong_argument_is_refused_with_what_was_found_and_what_is_expected(
     assert str(caught.value).startswith(text)
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**70])
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63, 2**64 - 1])
 def test_any_whole_number_is_a_seed(seed: int) -> None:
     found = checked(seed=seed)
     assert found.seed == seed

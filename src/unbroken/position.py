@@ -134,7 +134,7 @@ class LanePosition:
             self._promote(self.delivered - len(made.digests), made.digests)
         if made.capture is not None:
             at, before, after = made.capture
-            anchor = Anchor(at, before, after, wait=0 if at < self.delivered else 1)
+            anchor = Anchor(at, before, after, wait=int(at == self.delivered and not self.exact))
             if self.exact:
                 self.anchor = anchor
             else:
