@@ -15,6 +15,7 @@
     +-- BadRow (ValueError)              a row of a source cannot be read
     +-- WorkerDied (RuntimeError)        a worker process ended without being asked to
     +-- WorkerTimeout (RuntimeError)     no batch within ``timeout`` seconds
+    +-- DemoError (RuntimeError)         the demo could not be run to its end
 
 Each message says what failed, where, what was found against what was expected, and the way out. Errors raised by a
 dataset, a sampler or a ``collate_fn`` keep their own type; wrong arguments that torch knows keep torch's.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 __all__ = [
     "BadRow",
+    "DemoError",
     "IncompleteState",
     "InexactDataset",
     "InvalidState",
@@ -89,3 +91,7 @@ class WorkerDied(UnbrokenError, RuntimeError):
 
 class WorkerTimeout(UnbrokenError, RuntimeError):
     """No batch arrived within ``timeout`` seconds."""
+
+
+class DemoError(UnbrokenError, RuntimeError):
+    """The demo could not be run to its end, so nothing was proved or disproved. The message names the way out."""

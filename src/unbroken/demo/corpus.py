@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from unbroken.demo.errors import DemoError
+from unbroken.errors import DemoError
 
 __all__ = ["END_OF_TEXT", "train_tokenizer", "write_corpus"]
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from unbroken.demo.corpus import END_OF_TEXT, train_tokenizer, write_corpus
-from unbroken.demo.errors import DemoError
 from unbroken.demo.processes import RunningTraining, TrainingRun
 from unbroken.demo.report import draw_losses, show_checks
 from unbroken.demo.verdict import Check, Log, compare_digests, compare_losses, compare_rows
+from unbroken.errors import DemoError
 
 __all__ = ["Plan", "run_demo"]
 

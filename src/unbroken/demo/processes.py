@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from unbroken.demo.errors import DemoError
 from unbroken.demo.verdict import Log, read_log
+from unbroken.errors import DemoError
 
 __all__ = ["RunningTraining", "TrainingRun", "find_trainer"]
 
