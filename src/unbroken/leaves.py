@@ -83,17 +83,17 @@ class Leaves:
         header = parse_header(state)
         if header.get("kind") != self.kind:
             raise StateMismatch(
-                f"this position was saved for another kind of dataset.\n  saved {header.get('kind')}   now "
-                f"{self.kind}\n"
+                "this position was saved for another kind of dataset.\n"
+                f"  saved {header.get('kind')}   now {self.kind}\n"
                 "Rebuild the loader over the dataset that the position was saved with."
             )
         position: Position
         if not self.shared and self._of_rank in state and header.get("ranks") != self.world:
             raise StateMismatch(
-                f"this position was saved by a loader without dp arguments on another number of ranks.\n"
+                "this position was saved by a loader without dp arguments on another number of ranks.\n"
                 f"  ranks          saved {header.get('ranks')}   now {self.world}\n"
-                "Start as many ranks again. To change their number, pass dp_rank and dp_world_size (or mesh) from the "
-                "first run on."
+                "Start as many ranks again. To change their number, pass dp_rank and dp_world_size (or mesh) from "
+                "the first run on."
             )
         if self.kind == "map":
             position = self._read_map(state)
@@ -118,8 +118,8 @@ class Leaves:
             raise InvalidState("The header of this position has no number of lanes: it was cut short or changed.")
         if header["lanes"] != self.lanes:
             raise StateMismatch(
-                f"this position was saved for another number of lanes.\n  lanes          saved {header.get('lanes')}   "
-                f"now {self.lanes}   (order-changing)\n"
+                "this position was saved for another number of lanes.\n"
+                f"  lanes          saved {header.get('lanes')}   now {self.lanes}   (order-changing)\n"
                 f"Lanes are fixed for a run, while ranks and workers may change: pass lanes={header.get('lanes')}."
             )
 
@@ -146,7 +146,7 @@ class Leaves:
         name = self._of_rank
         if name not in state and any(key.startswith("lane-") for key in state):
             raise StateMismatch(
-                f"this position was saved by a loader with lanes or dp arguments, lane by lane.\n"
+                "this position was saved by a loader with lanes or dp arguments, lane by lane.\n"
                 f"  lanes          saved {parse_header(state).get('lanes')}   now not given\n"
                 f"Pass lanes={parse_header(state).get('lanes')} (and dp_rank and dp_world_size on several ranks)."
             )

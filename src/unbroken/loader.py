@@ -142,17 +142,15 @@ class StatefulDataLoader(DataLoader[Any], Run):
             self._lanes = plan_lanes(options.lanes, default, self.num_workers, options.share.world)
             if self._lanes % options.share.world:
                 say_once(
-                    f"{self._lanes} lanes do not divide evenly among {options.share.world} ranks: nothing is lost "
-                    "or repeated, "
-                    "but the rows of a global step differ from those on another number of ranks."
+                    f"{self._lanes} lanes do not divide evenly among {options.share.world} ranks: nothing is lost or "
+                    "repeated, but the rows of a global step differ from those on another number of ranks."
                 )
         else:
             self._kind = "map"
             if options.lanes is not None:
                 raise ValueError(
-                    f"lanes={options.lanes} was given with a map-style dataset, which has no lanes: any worker "
-                    "takes its next "
-                    "batch. Leave lanes out."
+                    f"lanes={options.lanes} was given with a map-style dataset, which has no lanes: any worker takes "
+                    "its next batch. Leave lanes out."
                 )
             shuffled_by = options.seed if given["shuffle"] else None
             own = given["batch_sampler"] is None
@@ -229,9 +227,8 @@ class StatefulDataLoader(DataLoader[Any], Run):
         if not self._shared and world > 1:
             say_once(
                 "This loader has no dp arguments while torch.distributed has several ranks: each rank's position is "
-                "its own, "
-                "exact on the same number of ranks only. Pass dp_rank and dp_world_size (or mesh) to change it at a "
-                "resume."
+                "its own, exact on the same number of ranks only. Pass dp_rank and dp_world_size (or mesh) to change "
+                "it at a resume."
             )
         fingerprint, kinds = fingerprint_of(self.dataset, self._options, self._order, self._lanes, self.batch_size)
         return Leaves(

@@ -98,8 +98,8 @@ def check_options(given: dict[str, Any]) -> Options:
     if isinstance(sampler, DistributedSampler) and not adoptable(sampler):
         if sharded:
             raise ValueError(
-                f"{type(sampler).__qualname__} shares out the rows itself, and dp_rank and dp_world_size would do it a "
-                "second time. Leave the dp arguments out."
+                f"{type(sampler).__qualname__} shares out the rows itself, and dp_rank and dp_world_size would do it "
+                "a second time. Leave the dp arguments out."
             )
     elif isinstance(sampler, DistributedSampler):
         adopted = Share(sampler.rank, sampler.num_replicas)
@@ -120,8 +120,7 @@ def check_order(order: MapOrder, options: Options) -> None:
     if world > 1 and options.seed is None and order.random_without_generator:
         raise ValueError(
             f"{world} ranks would each draw an order of their own: a random order on several ranks needs seed=, the "
-            "same "
-            "on every rank."
+            "same on every rank."
         )
     try:
         total = order.total()
@@ -160,8 +159,8 @@ def check_epochs(saved: Mapping[str, int], now: Mapping[str, int], *, over: bool
     for name in saved.keys() & now.keys() if not over else ():
         if saved[name] != now[name]:
             raise ValueError(
-                f"The {name} was set to epoch {now[name]} in the middle of its epoch {saved[name]}: what is left would "
-                "be in another order. Call set_epoch only between epochs."
+                f"The {name} was set to epoch {now[name]} in the middle of its epoch {saved[name]}: what is left "
+                "would be in another order. Call set_epoch only between epochs."
             )
 
 
@@ -212,8 +211,8 @@ def tell_of_own_state(dataset: Any) -> None:
     """Say that a map-style dataset's own state, where it has one, is no part of the position."""
     if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
         say_once(
-            f"{type(dataset).__qualname__} is map-style, and has a state of its own. It is not part of the position: a "
-            "sample has to be a function of its index (and of the random numbers of its place)."
+            f"{type(dataset).__qualname__} is map-style, and has a state of its own. It is not part of the position: "
+            "a sample has to be a function of its index (and of the random numbers of its place)."
         )
 
 
@@ -262,10 +261,8 @@ class WatchedBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         warnings.warn(
             "The batch sampler of an unbroken StatefulDataLoader is iterated by something else: has a trainer "
-            "rebuilt the "
-            "loader as another class? Its position is not kept there.\nTell the trainer to take the loader as it is "
-            "(for "
-            "instance, do not let it replace samplers).",
+            "rebuilt the loader as another class? Its position is not kept there.\n"
+            "Tell the trainer to take the loader as it is (for instance, do not let it replace samplers).",
             stacklevel=2,
         )
         return super().__iter__()

@@ -26,8 +26,8 @@ def copy_dataset(dataset: Any) -> Any:
     except Exception as error:
         raise UncopyableDataset(
             f"Several lanes of {type(dataset).__qualname__} share one process, and it cannot be copied: {error}\n"
-            "Give each lane a process of its own (num_workers at least the number of lanes), or open files, generators "
-            "and locks in __iter__ instead of __init__."
+            "Give each lane a process of its own (num_workers at least the number of lanes), or open files, "
+            "generators and locks in __iter__ instead of __init__."
         ) from error
 
 

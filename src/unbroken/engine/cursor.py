@@ -271,10 +271,10 @@ class Cursor:
         return (
             f"{self._opening.name} did not make again what it had delivered.\n"
             f"Lane {self._lane}, epoch {start.epoch}: opened at the state saved around sample {at}, it should have "
-            "come to "
-            f"sample {start.delivered} with the content it had, and did not.\n"
-            "Either its state_dict() does not lead back to the place (something it needs is not in it), or its samples "
-            "differ when they are made again (a random generator of its own without a seed, another file, the clock).\n"
+            f"come to sample {start.delivered} with the content it had, and did not.\n"
+            "Either its state_dict() does not lead back to the place (something it needs is not in it), or its "
+            "samples differ when they are made again (a random generator of its own without a seed, another file, "
+            "the clock).\n"
             'resume="replay" ignores its state and makes everything again from the start of the epoch; resume="trust" '
             "takes the state at its word and checks nothing."
         )

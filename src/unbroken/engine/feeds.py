@@ -132,8 +132,7 @@ class _Lanes:
                 f"This rank has no data: its lanes {list(self.position.lanes)} yielded nothing in epoch "
                 f"{self.position.epoch}.\n"
                 "Cut the data into more pieces (more or smaller files), or use fewer ranks or lanes, so that every "
-                "rank "
-                "has a lane with data in it."
+                "rank has a lane with data in it."
             )
 
 
@@ -209,11 +208,10 @@ class LaneFeed(Feed):
         if other != number:
             self._first_digests.clear()
             warnings.warn(
-                f"Lanes {other} and {number} yield the same samples: the dataset does not look at its worker info, "
-                "so each "
-                "of its lanes repeats all of it (as it does in torch's loader).\nShard it in __iter__ by "
-                "torch.utils.data.get_worker_info(), whose id is the lane and num_workers the number of lanes; or "
-                "pass lanes=1.",
+                f"Lanes {other} and {number} yield the same samples: the dataset does not look at its worker info, so "
+                "each of its lanes repeats all of it (as it does in torch's loader).\n"
+                "Shard it in __iter__ by torch.utils.data.get_worker_info(), whose id is the lane and num_workers "
+                "the number of lanes; or pass lanes=1.",
                 stacklevel=5,
             )
 

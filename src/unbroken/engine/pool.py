@@ -160,7 +160,8 @@ class Pool(Engine):
             raise RuntimeError("This iterator belongs to the process that made it; a forked process makes its own.")
         if ticket < self._first_ticket:
             raise RuntimeError(
-                "A newer iterator has taken over the persistent workers of this loader: only the newest one goes on.\n"
+                "A newer iterator has taken over the persistent workers of this loader: only the newest one goes "
+                "on.\n"
                 "Use persistent_workers=False to have several iterators at a time."
             )
         deadline = monotonic() + self._timeout if self._timeout > 0 else math.inf
@@ -311,9 +312,8 @@ def _death_text(worker: _Worker) -> str:
         cause = causes.get(name, "something sent it this signal")
     first = next(iter(worker.pending.values())).task
     return (
-        f"DataLoader worker {worker.number} (pid {worker.process.pid}) ended {how}, with {len(worker.pending)} "
-        "tasks not "
-        f"done; the first was {first}.\n"
+        f"DataLoader worker {worker.number} (pid {worker.process.pid}) ended {how}, with {len(worker.pending)} tasks "
+        f"not done; the first was {first}.\n"
         f"Likely cause: {cause}.\n"
         "Nothing that was delivered is lost: state_dict() still gives the position after the last batch, and iter() "
         "after load_state_dict() goes on there."

@@ -32,7 +32,8 @@ class Remaking:
         if not self._told:
             self._told = True
             warnings.warn(
-                f"Resuming makes {total} samples of {what} again, because the dataset has no state that leads closer.\n"
+                f"Resuming makes {total} samples of {what} again, because the dataset has no state that leads "
+                "closer.\n"
                 "Give it (or its iterator) state_dict and load_state_dict, or save with a smaller "
                 "snapshot_every_n_steps, to start at once.",
                 stacklevel=2,

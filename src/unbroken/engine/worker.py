@@ -268,7 +268,7 @@ def _sendable(encoder: Callable[[Any], Encoded], batch: Any) -> Encoded:
         if isinstance(error, pickle.PicklingError) or "pickle" in str(error):
             raise UnsendableBatch(
                 f"A batch holds something that cannot be sent from a worker process: {error} (at {last.name}).\n"
-                "Return tensors, arrays and plain objects, or build such objects in collate_fn from what can be sent, "
-                "or use num_workers=0."
+                "Return tensors, arrays and plain objects, or build such objects in collate_fn from what can be "
+                "sent, or use num_workers=0."
             ) from error
         raise
