@@ -29,8 +29,8 @@ class Made:
     ``digests`` are those of the last samples of the turn, one or more: the place is checked by them on a resume.
 
     ``capture`` is ``(at, before, after)``: the sealed states before and after sample ``at - 1``; the first is None
-    where ``after`` stands alone. ``opened`` is the
-    sealed state at the opening of the epoch, sent once. A turn of an exhausted lane has ``ended`` and its ``carry``.
+    where ``after`` stands alone. ``opened`` is the sealed state at the opening of the epoch, sent once. A turn of an
+    exhausted lane has ``ended`` and its ``carry``.
     """
 
     samples: list[Any] = field(default_factory=list)
