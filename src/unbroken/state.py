@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -253,25 +254,37 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:30]}…{text[-6:]}"
 
 
+def _source_of(field: str) -> str:
+    """The named source that a field is about (``web`` of ``web: files``); empty for one of the whole pipeline."""
+    return field.rpartition(": ")[0]
+
+
+def _sources_of(fingerprint: Mapping[str, Any]) -> set[str]:
+    return {"", *map(_source_of, fingerprint)}
+
+
 def check_fingerprint(
     saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str], *, fixed: frozenset[str], strict: bool
 ) -> list[Difference]:
     """Hold two fingerprints against each other; return the differences that ``strict=False`` accepted.
 
     ``kinds`` says of each field whether a difference is ``"safe"``, ``"order"`` or ``"data"`` (the default);
-    ``fixed`` names those that are never accepted, for now. Raises ``StateMismatch`` with every difference.
+    ``fixed`` names those that are never accepted, for now, in whatever source they are. Named sources may come and go:
+    one that is only on one side is no difference. Raises ``StateMismatch`` with every difference.
     """
+    both = _sources_of(saved) & _sources_of(now)
     found = [
         Difference(name, saved.get(name), now.get(name), kinds.get(name, "data"))
         for name in sorted({*saved, *now})
-        if saved.get(name) != now.get(name) and kinds.get(name, "data") != "safe"
+        if saved.get(name) != now.get(name) and kinds.get(name, "data") != "safe" and _source_of(name) in both
     ]
-    refused = [d for d in found if strict or d.field in fixed]
+    held = {d.field for d in found if re.sub(r"^.*: |\[\d+\]$", "", d.field) in fixed}
+    refused = [d for d in found if strict or d.field in held]
     if not refused:
         return found
     report = _table(found if strict else refused)
-    if any(d.field in fixed for d in found):
-        names = ", ".join(d.field for d in found if d.field in fixed)
+    if held:
+        names = ", ".join(sorted(held))
         way_out = (
             f"In the middle of an epoch {names} cannot change without losing or repeating rows: rebuild it as it was."
         )

@@ -209,7 +209,7 @@ def test_a_bad_line_is_named_and_the_position_stays_before_it(tmp_path: Path, li
         with pytest.raises(BadRow) as caught:
             next(rows)
         text = str(caught.value)
-        assert str(path) in text and "Correct it or take it out" in text
+        assert str(path) in text and "Correct it, take it out" in text
         assert ("line 4 (byte 19 of its text)" if name != "a.jsonl" else "byte 19:") in text
         assert ("no valid UTF-8 (invalid start byte at byte 7" if b"\xff" in line else "no valid JSON (") in text
         assert saved(rows) == before
@@ -280,14 +280,14 @@ def test_close_may_come_at_any_time_and_twice(tmp_path: Path) -> None:
     ("state", "text"),
     [
         (None, "a position is a dict, but got a NoneType"),
-        ({}, "has the keys chunk, offset, chunk_bytes, order, but this one has nothing"),
+        ({}, "has the keys chunk, place, grain, order, but this one has nothing"),
         (
-            {"chunk": 0, "offset": -1, "chunk_bytes": 9, "order": None},
-            "offset in a position must be a whole number of at",
+            {"chunk": 0, "place": -1, "grain": 9, "order": None},
+            "place in a position must be a whole number of at",
         ),
-        ({"chunk": 0, "offset": 0, "chunk_bytes": 0, "order": None}, "chunk_bytes in a position must be at least 1"),
-        ({"chunk": True, "offset": 0, "chunk_bytes": 9, "order": 1}, "chunk in a position must be"),
-        ({"chunk": 0, "offset": 0, "chunk_bytes": 9, "order": "x"}, "order in a position must be a whole number of at"),
+        ({"chunk": 0, "place": 0, "grain": 0, "order": None}, "grain in a position must be at least 1"),
+        ({"chunk": True, "place": 0, "grain": 9, "order": 1}, "chunk in a position must be"),
+        ({"chunk": 0, "place": 0, "grain": 9, "order": "x"}, "order in a position must be a whole number of at"),
     ],
 )
 def test_what_is_no_position_is_refused(tmp_path: Path, state: Any, text: str) -> None:
@@ -313,9 +313,9 @@ def test_an_epoch_goes_on_with_the_chunks_it_was_begun_with(tmp_path: Path) -> N
     stream = read_jsonl(write_jsonl(tmp_path / "a.jsonl", ROWS))
     ref = run_lanes(stream, 2)
     rows = stream.open(Lane(0, 2))
-    rows.load_state_dict({**rows.state_dict(), "chunk_bytes": 77})
+    rows.load_state_dict({**rows.state_dict(), "grain": 77})
     other = stream.open(Lane(1, 2))
-    other.load_state_dict({**other.state_dict(), "chunk_bytes": 77})
+    other.load_state_dict({**other.state_dict(), "grain": 77})
     found = [[plain(row) for row in lane] for lane in (rows, other)]
     assert found != ref
     assert sorted(row["id"] for lane in found for row in lane) == list(range(40))

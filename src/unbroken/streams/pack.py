@@ -12,7 +12,10 @@ import numpy.typing as npt
 
 from unbroken.errors import BadRow, InvalidState
 from unbroken.lanes import Lane
-from unbroken.streams.stage import ChunkOrder, Stage, StageIterator, check_whole, read_state
+from unbroken.lineage import Origin
+from unbroken.streams.arguments import check_whole, read_state
+from unbroken.streams.course import Course
+from unbroken.streams.stage import Stage, StageIterator
 
 __all__ = ["Pack"]
 
@@ -71,8 +74,8 @@ class Pack(Stage):
     def sources(self) -> tuple[Stage, ...]:
         return (self.source,)
 
-    def open(self, lane: Lane, order: ChunkOrder | None = None) -> StageIterator:
-        return _PackIterator(self.source.open(lane, order), self)
+    def begin(self, lane: Lane, course: Course) -> StageIterator:
+        return _PackIterator(self.source.begin(lane, course), self)
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -196,6 +199,9 @@ class _PackIterator(StageIterator):
 
     def where(self) -> str:
         return f"a row packed from documents up to {self._source.where()}"
+
+    def origin(self) -> tuple[Origin, ...]:
+        return ()
 
 
 def _number_of(anchor: tuple[int, dict[str, Any]]) -> int:

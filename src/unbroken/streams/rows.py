@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from unbroken.lanes import Lane
+from unbroken.lineage import Origin
 from unbroken.seeding import key, seed_globals
-from unbroken.streams.stage import ChunkOrder, Stage, StageIterator, check_function, identity_of, read_state
+from unbroken.streams.arguments import check_function, read_state
+from unbroken.streams.course import Course
+from unbroken.streams.identity import identity_of
+from unbroken.streams.stage import Stage, StageIterator
 
 __all__ = ["Filter", "Map"]
 
@@ -32,6 +36,8 @@ class Map(Stage):
 
     source: Stage
     fn: Callable[[Any], Any]
+    rng: bool = False
+    batched: int | None = None
 
     def __post_init__(self) -> None:
         check_function("map", self.fn)
@@ -40,8 +46,8 @@ class Map(Stage):
     def sources(self) -> tuple[Stage, ...]:
         return (self.source,)
 
-    def open(self, lane: Lane, order: ChunkOrder | None = None) -> StageIterator:
-        return _RowsIterator(self.source.open(lane, order), lane, self.fn, "map", self.depth)
+    def begin(self, lane: Lane, course: Course) -> StageIterator:
+        return _RowsIterator(self.source.begin(lane, course), lane, self.fn, "map", self.depth)
 
     def fields(self) -> dict[str, Any]:
         return {"map[]": identity_of(self.fn)}
@@ -65,6 +71,8 @@ class Filter(Stage):
 
     source: Stage
     fn: Callable[[Any], Any]
+    rng: bool = False
+    batched: int | None = None
 
     def __post_init__(self) -> None:
         check_function("filter", self.fn)
@@ -73,8 +81,8 @@ class Filter(Stage):
     def sources(self) -> tuple[Stage, ...]:
         return (self.source,)
 
-    def open(self, lane: Lane, order: ChunkOrder | None = None) -> StageIterator:
-        return _RowsIterator(self.source.open(lane, order), lane, self.fn, "filter", self.depth)
+    def begin(self, lane: Lane, course: Course) -> StageIterator:
+        return _RowsIterator(self.source.begin(lane, course), lane, self.fn, "filter", self.depth)
 
     def fields(self) -> dict[str, Any]:
         return {"filter[]": identity_of(self.fn)}
@@ -118,3 +126,6 @@ class _RowsIterator(StageIterator):
 
     def where(self) -> str:
         return self._source.where()
+
+    def origin(self) -> tuple[Origin, ...]:
+        return self._source.origin()

@@ -10,8 +10,11 @@ import numpy as np
 
 from unbroken.errors import InvalidState
 from unbroken.lanes import Lane
+from unbroken.lineage import Origin
 from unbroken.seeding import key
-from unbroken.streams.stage import ChunkOrder, Stage, StageIterator, check_whole, read_state
+from unbroken.streams.arguments import check_whole, read_state
+from unbroken.streams.course import Course
+from unbroken.streams.stage import Stage, StageIterator
 
 __all__ = ["Shuffle"]
 
@@ -48,10 +51,10 @@ class Shuffle(Stage):
     def sources(self) -> tuple[Stage, ...]:
         return (self.source,)
 
-    def open(self, lane: Lane, order: ChunkOrder | None = None) -> StageIterator:
+    def begin(self, lane: Lane, course: Course) -> StageIterator:
         seed = lane.seed if self.seed is None else self.seed
-        source = self.source.open(lane, ChunkOrder(seed))
-        return _ShuffleIterator(source, lane, -(-self.window // lane.count), seed)
+        source = self.source.begin(lane, course.shuffled(seed))
+        return _ShuffleIterator(source, lane, -(-self.window // lane.count), seed, lineage=course.lineage)
 
     def fields(self) -> dict[str, Any]:
         return {"window": self.window, "shuffle_seed": self.seed}
@@ -68,7 +71,7 @@ class _ShuffleIterator(StageIterator):
     and repeat nothing: a new size begins with the next window, a new seed with the next epoch.
     """
 
-    def __init__(self, source: StageIterator, lane: Lane, size: int, seed: int) -> None:
+    def __init__(self, source: StageIterator, lane: Lane, size: int, seed: int, *, lineage: bool) -> None:
         self._source = source
         self._lane = lane
         self._next_size = self._size = size
@@ -78,11 +81,16 @@ class _ShuffleIterator(StageIterator):
         self._taken = 0
         self._filling: list[Any] = []  # kept when the source raises, so that a second try loses nothing
         self._rows: list[Any] = []  # the next one last
+        # Origins of what is filled and of what comes next, where they were asked for; that of the last row
+        self._origins: list[list[tuple[Origin, ...]]] | None = [[], []] if lineage else None
+        self._origin: tuple[Origin, ...] = ()
 
     def __next__(self) -> Any:
         if not self._rows:
             self._fill()
         row = self._rows.pop()
+        if self._origins is not None:
+            self._origin = self._origins[1].pop()
         if self._rows:
             self._taken += 1
         else:
@@ -95,6 +103,8 @@ class _ShuffleIterator(StageIterator):
         try:
             while len(filling) < self._size:
                 filling.append(next(source))
+                if self._origins is not None:
+                    self._origins[0].append(source.origin())
         except StopIteration:
             if not filling and not self._taken:
                 raise
@@ -105,9 +115,10 @@ class _ShuffleIterator(StageIterator):
                 "Rebuild the stream as it was when the position was saved."
             )
         place = key(self._seed, "window", self._lane.epoch, self._lane.index, self._window)
-        self._rows = [filling[i] for i in _permutation(len(filling), place)]
-        del self._rows[: self._taken]
-        self._rows.reverse()
+        order = _permutation(len(filling), place)[self._taken :][::-1]
+        self._rows = [filling[i] for i in order]
+        if self._origins is not None:
+            self._origins = [[], [self._origins[0][i] for i in order]]
         self._filling = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,6 +145,9 @@ class _ShuffleIterator(StageIterator):
 
     def where(self) -> str:
         return f"a row of the window that was filled up to {self._source.where()}"
+
+    def origin(self) -> tuple[Origin, ...]:
+        return self._origin
 
 
 def _permutation(length: int, place: int) -> list[int]:

@@ -6,38 +6,43 @@ torch ``IterableDataset``, so it works under any loader.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unbroken.errors import InvalidState
 from unbroken.lanes import Lane
-from unbroken.seeding import Permutation, key, put_back_globals, take_globals
+from unbroken.lineage import Origin
+from unbroken.seeding import put_back_globals, take_globals
+from unbroken.streams.arguments import read_state
+from unbroken.streams.course import Course, Journal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ChunkOrder", "Stage", "StageIterator", "check_function", "check_whole", "identity_of", "read_state"]
+__all__ = ["GONE", "Stage", "StageIterator"]
 
 
 @final
-@dataclass(frozen=True)
-class ChunkOrder:
-    """That a source deals its chunks in a permuted order, another in every epoch. A shuffle tells its source so."""
+class _Gone:
+    """The type of ``GONE``."""
 
-    seed: int
+    def __repr__(self) -> str:
+        return "GONE"
 
-    def of(self, chunks: int, epoch: int) -> Permutation:
-        """The order of an epoch: place to chunk."""
-        return Permutation(chunks, key(self.seed, "chunks", epoch))
+    def __reduce__(self) -> str:
+        return "GONE"
+
+
+GONE = _Gone()
+"""In place of a row of a source that was taken out of a mix after the row was read and before it was delivered.
+
+It keeps its place in windows and batches that are made again, and is dropped where rows leave the stream.
+"""
 
 
 class StageIterator(Iterator[Any]):
@@ -64,6 +69,10 @@ class StageIterator(Iterator[Any]):
     @abstractmethod
     def where(self) -> str:
         """The place of the row that was read last, in words, for an error."""
+
+    @abstractmethod
+    def origin(self) -> tuple[Origin, ...]:
+        """The stored rows behind the row that was yielded last; to be asked where ``lineage`` was, after a row."""
 
     def __enter__(self) -> Self:
         return self
@@ -93,10 +102,10 @@ class Stage(IterableDataset[Any], ABC):
         """The stages that this one reads from; none for a stage that reads files."""
 
     @abstractmethod
-    def open(self, lane: Lane, order: ChunkOrder | None = None) -> StageIterator:
-        """An iterator at the start of a lane's epoch. Nothing is read before its first row.
+    def begin(self, lane: Lane, course: Course) -> StageIterator:
+        """An iterator at the start of a lane's epoch, for the stage that reads from this one.
 
-        ``order`` is the order of chunks; ``None`` is that of the files. It is for stages that read from this one.
+        Nothing is read before its first row.
         """
 
     @abstractmethod
@@ -105,33 +114,68 @@ class Stage(IterableDataset[Any], ABC):
 
     @abstractmethod
     def arguments(self) -> str:
-        """The arguments as they are written in ``print(stream)``."""
+        """The arguments as they are written in ``repr(stream)``."""
 
+    @property
+    def named(self) -> Mapping[str, Stage]:
+        """Its sources by name, where they may come and go between a save and a load."""
+        return {}
+
+    @property
+    def keeps_record(self) -> bool:
+        """Whether its iterator keeps a record in the lane's journal."""
+        return False
+
+    def extent(self, lanes: int) -> str:
+        """How much there is to read, and in how many chunks for so many lanes, in words; empty where it reads none."""
+        return ""
+
+    @final
+    def open(self, lane: Lane, *, lineage: bool = False) -> StageIterator:
+        """An iterator at the start of a lane's epoch. Nothing is read before its first row.
+
+        With ``lineage`` its ``origin()`` tells which stored rows are behind the row that was yielded last.
+        """
+        course = Course(lineage=lineage)
+        rows = self.begin(lane, course)
+        return _Journaled(rows, course.journal) if any(stage.keeps_record for stage in self._all()) else rows
+
+    @final
     def describe(self) -> dict[str, Any]:
         """The fingerprint of the whole pipeline: flat, of JSON values.
 
         A field of a second stage of a kind has its number: ``window``, ``window[1]``; functions have one from the
-        first on: ``map[0]``.
+        first on: ``map[0]``. Those of a named source begin with its name: ``web: files``.
         """
-        described: dict[str, Any] = {"stages": " > ".join(stage.NAME for stage in self._all())}
+        described: dict[str, Any] = {"stages": self._outline()}
         seen: Counter[str] = Counter()
-        for stage in self._all():
+        for stage in self._chain():
             for field, value in stage.fields().items():
                 name = field.removesuffix("[]")
                 described[f"{name}[{seen[name]}]" if seen[name] or name != field else name] = value
                 seen[name] += 1
+            for name, source in stage.named.items():
+                described |= {f"{name}: {field}": value for field, value in source.describe().items()}
         return described
 
+    @final
     def difference_class(self, field: str) -> str:
         """What another value of a field of ``describe()`` means: ``"safe"``, ``"order"`` or ``"data"``."""
+        source, named, rest = field.partition(": ")
+        if named:
+            mixes = [stage.named for stage in self._chain() if stage.named]
+            known = next((mix[source] for mix in mixes if source in mix), None)
+            if known is not None:
+                return known.difference_class(rest)
+            return "safe" if mixes else "data"  # a source that is in the mix no more
         name = re.sub(r"\[\d+\]$", "", field)
-        found = (stage.DIFFERENCES[name] for stage in self._all() if name in stage.DIFFERENCES)
+        found = (stage.DIFFERENCES[name] for stage in self._chain() if name in stage.DIFFERENCES)
         return next(found, "data")
 
     @property
     def depth(self) -> int:
-        """How many stages there are, this one counted."""
-        return sum(1 for _ in self._all())
+        """How many stages there are on the longest way from files to here; sources that come and go do not count."""
+        return 1 + (0 if self.named else max((source.depth for source in self.sources), default=0))
 
     def __iter__(self) -> StageIterator:
         """Epoch 0, for any loader: a worker of torch is a lane, and without workers there is one lane.
@@ -146,31 +190,80 @@ class Stage(IterableDataset[Any], ABC):
         return _Isolated(rows) if any(stage.SEEDS for stage in self._all()) else rows
 
     def __repr__(self) -> str:
+        before = self.sources
         call = f"{self.NAME}({self.arguments()})"
-        return ".".join([*map(repr, self.sources), call])
+        return f"{before[0]!r}.{call}" if len(before) == 1 and not self.named else call
+
+    def __str__(self) -> str:
+        """The pipeline as a tree, the last stage first, with what there is to read and how it is cut into chunks."""
+        return "\n".join(self._tree("", "", ""))
+
+    def _tree(self, first: str, others: str, name: str) -> Iterator[str]:
+        extent = self.extent(self.default_lanes)
+        label = f"{name}: " if name else ""
+        yield f"{first}{label}{self.NAME}({self.arguments()})" + (f"   {extent}" if extent else "")
+        names = list(self.named) or [""] * len(self.sources)
+        for number, (inner, source) in enumerate(zip(names, self.sources, strict=True), 1):
+            last = number == len(names)
+            yield from source._tree(others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "), inner)
 
     def _all(self) -> Iterator[Stage]:
         for source in self.sources:
             yield from source._all()
         yield self
 
-    def map(self, fn: Callable[[Any], Any]) -> Stage:
+    def _chain(self) -> Iterator[Stage]:
+        """All stages but those inside of named sources."""
+        for source in () if self.named else self.sources:
+            yield from source._chain()
+        yield self
+
+    def _outline(self) -> str:
+        before = () if self.named else tuple(source._outline() for source in self.sources)
+        listed = f"[{', '.join(before)}]" if len(before) > 1 else "".join(before)
+        return f"{listed} > {self.NAME}" if listed else self.NAME
+
+    def map(self, fn: Callable[..., Any], *, rng: bool = False, batched: int | None = None) -> Stage:
         """``fn(row)`` in place of each row. See ``unbroken.streams.rows.Map``."""
         from unbroken.streams.rows import Map
 
-        return Map(self, fn)
+        return Map(self, fn, rng, batched)
 
-    def filter(self, fn: Callable[[Any], Any]) -> Stage:
+    def filter(self, fn: Callable[..., Any], *, rng: bool = False, batched: int | None = None) -> Stage:
         """Only the rows for which ``fn(row)`` is true. See ``unbroken.streams.rows.Filter``."""
         from unbroken.streams.rows import Filter
 
-        return Filter(self, fn)
+        return Filter(self, fn, rng, batched)
+
+    def flat_map(self, fn: Callable[..., Iterable[Any]], *, rng: bool = False, batched: int | None = None) -> Stage:
+        """The rows of ``fn(row)``, any number of them, in place of each row. See ``unbroken.streams.rows.FlatMap``."""
+        from unbroken.streams.rows import FlatMap
+
+        return FlatMap(self, fn, rng, batched)
 
     def shuffle(self, window: int, seed: int | None = None) -> Stage:
         """Chunks in a random order, and rows at random within a window. See ``unbroken.streams.shuffle.Shuffle``."""
         from unbroken.streams.shuffle import Shuffle
 
         return Shuffle(self, window, seed)
+
+    def take(self, rows: int) -> Stage:
+        """The first ``rows`` rows of each epoch, over all lanes. See ``unbroken.streams.limits.Take``."""
+        from unbroken.streams.limits import Take
+
+        return Take(self, rows)
+
+    def skip(self, rows: int) -> Stage:
+        """All but the first ``rows`` rows of each epoch, over all lanes. See ``unbroken.streams.limits.Skip``."""
+        from unbroken.streams.limits import Skip
+
+        return Skip(self, rows)
+
+    def repeat(self, epochs: int | None = None) -> Stage:
+        """So many passes over the rows in one epoch; ``None``: without end. See ``unbroken.streams.repeat.Repeat``."""
+        from unbroken.streams.repeat import Repeat
+
+        return Repeat(self, epochs)
 
     def tokenize(
         self,
@@ -190,6 +283,38 @@ class Stage(IterableDataset[Any], ABC):
         from unbroken.streams.pack import Pack
 
         return Pack(self, seq_len, layout, pad_id, document_ids)
+
+
+@final
+class _Journaled(StageIterator):
+    """The rows of a stream whose stages keep records. Position: that of the rows, and the records."""
+
+    def __init__(self, rows: StageIterator, journal: Journal) -> None:
+        self._rows = rows
+        self._journal = journal
+
+    def __next__(self) -> Any:
+        row = next(self._rows)
+        while row is GONE:
+            row = next(self._rows)
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self._rows.state_dict(), "journal": self._journal.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rows, journal = read_state(state, "stream", rows=dict, journal=dict)
+        self._journal.load_state_dict(journal)  # first: rows may be chosen by what is in it
+        self._rows.load_state_dict(rows)
+
+    def close(self) -> None:
+        self._rows.close()
+
+    def where(self) -> str:
+        return self._rows.where()
+
+    def origin(self) -> tuple[Origin, ...]:
+        return self._rows.origin()
 
 
 @final
@@ -218,96 +343,5 @@ class _Isolated(StageIterator):
     def where(self) -> str:
         return self._rows.where()
 
-
-def check_whole(stage: str, name: str, value: Any, least: int, most: int = (1 << 63) - 1) -> None:
-    """Raises ``TypeError`` where an argument is no whole number, ``ValueError`` where it is out of range."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{stage}: {name} must be a whole number, but got {value!r} ({type(value).__name__}).")
-    if value < least:
-        raise ValueError(f"{stage}: {name} must be at least {least}, but got {value}.")
-    if value > most:
-        raise ValueError(f"{stage}: {name} must be at most {most}, but got {value}.")
-
-
-def check_function(stage: str, fn: Any) -> None:
-    """Raises ``TypeError`` where ``fn`` cannot be called."""
-    if not callable(fn):
-        raise TypeError(f"{stage}: fn must be a function of one row, but got {fn!r} ({type(fn).__name__}).")
-
-
-def read_state(state: Any, stage: str, **kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
-    """The values of a position, in the order of ``kinds``.
-
-    Raises ``InvalidState`` where a key is missing or unknown, a value has another type, or a number is negative.
-    """
-    way_out = "Load what state_dict() of the same pipeline returned."
-    if not isinstance(state, Mapping):
-        raise InvalidState(f"{stage}: a position is a dict, but got a {type(state).__name__}.\n{way_out}")
-    if set(state) != set(kinds):
-        expected, found = ", ".join(kinds), ", ".join(map(str, state)) or "nothing"
-        raise InvalidState(f"{stage}: a position has the keys {expected}, but this one has {found}.\n{way_out}")
-    for name, kind in kinds.items():
-        value = state[name]
-        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
-            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            names = names.replace("NoneType", "null").replace("int", "whole number of at least 0")
-            raise InvalidState(f"{stage}: {name} in a position must be a {names}, but it is {value!r}.\n{way_out}")
-    return tuple(state[name] for name in kinds)
-
-
-def identity_of(fn: Any) -> str:
-    """``name:digest`` of a function: its qualified name, and 16 hex digits over its code and the values it holds.
-
-    The same in every process that runs the same version of Python; no memory address is in it. Values that are
-    not plain (numbers, text, tuples of them) count by their type only, and what ``fn`` calls counts by its name.
-    """
-    hasher = hashlib.sha256()
-    _feed(hasher.update, fn)
-    return f"{_name_of(fn)}:{hasher.hexdigest()[:16]}"
-
-
-def _name_of(fn: Any) -> str:
-    if isinstance(fn, functools.partial):
-        return f"partial({_name_of(fn.func)})"
-    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
-
-
-def _feed(update: Callable[[bytes], object], value: Any, within: tuple[int, ...] = ()) -> None:
-    """Name, code and held values of a function; plain values as they are, others by their type.
-
-    ``within`` are the ids of what is being fed already: a function that holds itself must come to an end.
-    """
-    kind = type(value)
-    feed = functools.partial(_feed, update, within=(*within, id(value)))
-    if id(value) in within:
-        update(b"itself\0")
-    elif value is None or kind in (bool, int, float, complex, str, bytes):
-        update(f"{kind.__name__} {value!r}\0".encode(errors="surrogatepass"))
-    elif kind in (tuple, list, dict, frozenset, set):
-        items = value.items() if kind is dict else value if kind in (tuple, list) else sorted(value, key=repr)
-        update(f"{kind.__name__} {len(value)}\0".encode())
-        for item in items:
-            feed(item)
-    elif kind is CodeType:
-        update(value.co_code)
-        feed((value.co_consts, value.co_names, value.co_varnames))
-    elif kind is functools.partial:
-        feed(("partial", value.func, value.args, value.keywords))
-    elif hasattr(value, "__func__"):
-        feed(("method", value.__func__, type(value.__self__).__qualname__))
-    elif hasattr(value, "__code__"):
-        held = [cell.cell_contents if _is_full(cell) else None for cell in value.__closure__ or ()]
-        feed((value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__, held))
-    else:
-        update(f"{kind.__qualname__} {_name_of(value)}\0".encode())
-        call = vars(kind).get("__call__")
-        if hasattr(call, "__code__"):
-            feed(call)
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    def origin(self) -> tuple[Origin, ...]:
+        return self._rows.origin()

@@ -24,7 +24,11 @@ from tokenizers import Tokenizer
 
 from unbroken.errors import BadRow, InvalidState
 from unbroken.lanes import Lane
-from unbroken.streams.stage import ChunkOrder, Stage, StageIterator, identity_of, read_state
+from unbroken.lineage import Origin
+from unbroken.streams.arguments import read_state
+from unbroken.streams.course import Course
+from unbroken.streams.identity import identity_of
+from unbroken.streams.stage import GONE, Stage, StageIterator
 
 __all__ = ["Tokenize"]
 
@@ -88,8 +92,8 @@ class Tokenize(Stage):
     def sources(self) -> tuple[Stage, ...]:
         return (self.source,)
 
-    def open(self, lane: Lane, order: ChunkOrder | None = None) -> StageIterator:
-        return _TokenizeIterator(self.source.open(lane, order), self)
+    def begin(self, lane: Lane, course: Course) -> StageIterator:
+        return _TokenizeIterator(self.source.begin(lane, course), self, lineage=course.lineage)
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -113,32 +117,40 @@ class _TokenizeIterator(StageIterator):
     On a load the rows of the batch are read again; those that were taken are not tokenised again.
     """
 
-    def __init__(self, source: StageIterator, stage: Tokenize) -> None:
+    def __init__(self, source: StageIterator, stage: Tokenize, *, lineage: bool) -> None:
         self._source = source
         self._stage = stage
+        self._origins: list[tuple[Origin, ...]] | None = [] if lineage else None  # one a text; the next one last
         self._encode: Encode | None = None
         self._anchor = source.state_dict()
         self._taken = 0
-        self._texts: list[str] = []  # kept when the source raises, so that a second try loses nothing
-        self._documents: list[Ids] = []  # the next one last
+        self._origin: tuple[Origin, ...] = ()
+        self._texts: list[str | None] = []  # kept when the source raises, so that a second try loses nothing
+        self._documents: list[Ids | None] = []  # the next one last
 
-    def __next__(self) -> dict[str, Ids]:
+    def __next__(self) -> Any:
         while not self._documents:
             self._fill()
         ids = self._documents.pop()
+        if self._origins is not None:
+            self._origin = self._origins.pop()
         if self._documents:
             self._taken += 1
         else:
             self._anchor, self._taken = self._source.state_dict(), 0
-        return {"input_ids": ids}
+        return GONE if ids is None else {"input_ids": ids}
 
     def _fill(self) -> None:
-        texts, room = self._texts, _BATCH_CHARACTERS - sum(map(len, self._texts))
+        texts, origins = self._texts, self._origins
+        room = _BATCH_CHARACTERS - sum(len(text or "") for text in texts)
         try:
             while room > 0 and len(texts) < _BATCH_DOCUMENTS:
-                text = self._text_of(next(self._source))
-                room -= len(text)
+                row = next(self._source)
+                text = None if row is GONE else self._text_of(row)
+                room -= len(text or "")
                 texts.append(text)
+                if origins is not None:
+                    origins.append(self._source.origin())
         except StopIteration:
             if not texts and not self._taken:
                 raise
@@ -150,8 +162,12 @@ class _TokenizeIterator(StageIterator):
         if self._encode is None:
             self._encode = _encoder(_at_hand(self._stage), self._stage)
         if self._taken < len(texts):
-            self._documents = self._encode(texts[self._taken :])
+            left = texts[self._taken :]
+            encoded = iter(self._encode([text for text in left if text is not None]))
+            self._documents = [None if text is None else next(encoded) for text in left]
             self._documents.reverse()
+            if origins is not None:
+                self._origins = origins[self._taken :][::-1]
         else:  # saved by a version whose batches were larger
             self._anchor, self._taken = self._source.state_dict(), self._taken - len(texts)
         self._texts = []
@@ -185,6 +201,9 @@ class _TokenizeIterator(StageIterator):
 
     def where(self) -> str:
         return f"a document of the batch that ends in {self._source.where()}"
+
+    def origin(self) -> tuple[Origin, ...]:
+        return self._origin
 
 
 def _read(path: str) -> bytes:

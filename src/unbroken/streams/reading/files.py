@@ -10,16 +10,34 @@ import glob
 import hashlib
 import os
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, final
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from unbroken.errors import BadRow
+from unbroken.streams.arguments import check_bool, check_one_of, check_whole
 
-__all__ = ["SourceFile", "digest_of", "find_files", "infer_compression", "read_blocks"]
+__all__ = [
+    "Access",
+    "SourceFile",
+    "check_access",
+    "digest_of",
+    "extent_of",
+    "find_files",
+    "infer_compression",
+    "is_local",
+    "one_line",
+    "patiently",
+    "read_blocks",
+    "read_range",
+]
+
+Result = TypeVar("Result")
 
 _LOCAL_BLOCK, _REMOTE_BLOCK = 1 << 18, 1 << 20
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
@@ -34,6 +52,43 @@ class SourceFile:
     path: str
     size: int
     compression: str | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Access:
+    """How files are reached: ``storage_options`` of fsspec, how often a failed read is tried again, whether the next
+    piece is read ahead in a thread, and whether what cannot be read is left out.
+    """
+
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    retries: int = 5
+    ahead: bool = False
+    skips: bool = False
+
+
+def check_access(
+    reader: str,
+    storage_options: Mapping[str, Any] | None,
+    retries: int,
+    read_ahead: bool | None,
+    on_error: str,
+    paths: Any = None,
+) -> Access:
+    """The access that was asked for; ``read_ahead=None`` reads ahead where any of the paths is not local.
+
+    Raises ``TypeError`` and ``ValueError`` as their messages say.
+    """
+    check_whole(reader, "retries", retries, 0)
+    check_one_of(reader, "on_error", on_error, ("raise", "skip"))
+    if read_ahead is None:
+        listed = [paths] if isinstance(paths, str | os.PathLike) else paths
+        listed = list(listed) if isinstance(listed, list | tuple) else []
+        read_ahead = any(isinstance(path, str) and not is_local(path) for path in listed)
+    check_bool(reader, "read_ahead", read_ahead)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise TypeError(f"{reader}: storage_options must be a dict, but got {storage_options!r}.")
+    return Access(dict(storage_options or {}), retries, read_ahead, on_error == "skip")
 
 
 def find_files(
@@ -125,19 +180,69 @@ def digest_of(files: Iterable[SourceFile]) -> str:
     return f"{len(listed)} file{'s' * (len(listed) != 1)}, {total} bytes, sha256:{hasher.hexdigest()[:16]}"
 
 
-def read_blocks(file: SourceFile, start: int, stop: int, storage_options: Mapping[str, Any]) -> Iterator[bytes]:
+def extent_of(files: Iterable[SourceFile]) -> str:
+    """Their number and size, in words: ``12 files, 1.2 GB``."""
+    listed = list(files)
+    size, unit = float(sum(file.size for file in listed)), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{len(listed)} file{'s' * (len(listed) != 1)}, {size:.3g} {unit}"
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_local(path: str) -> bool:
+    """Whether a path, as files have it, is one of this machine."""
+    return "://" not in path and "::" not in path
+
+
+def patiently(read: Callable[[], Result], retries: int) -> Result:
+    """``read()``, tried again where it failed in a way that may pass: after 0.1 s, then 0.2 s, 0.4 s, up to 10 s.
+
+    Up to half of each pause is drawn at random, so that workers that failed together do not come back together.
+    """
+    pause = 0.1
+    for left in range(retries, -1, -1):
+        try:
+            return read()
+        except Exception as error:
+            if not left or not _may_pass(error):
+                raise
+        time.sleep(pause * (1 - _pauses.random() / 2))
+        pause = min(2 * pause, 10)
+    raise ValueError(f"retries must be at least 0, but got {retries}.")
+
+
+_pauses = random.SystemRandom()
+_FOR_GOOD = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, FileExistsError)
+# The libraries under fsspec's file systems raise errors of their own, not all of which are OSErrors.
+_NETWORK = {"aiohttp", "botocore", "gcsfs", "google", "azure", "httpx", "huggingface_hub", "requests", "urllib3"}
+
+
+def _may_pass(error: Exception) -> bool:
+    if isinstance(error, _FOR_GOOD):
+        return False
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _NETWORK
+
+
+def read_blocks(file: SourceFile, start: int, stop: int, access: Access) -> Iterator[bytes]:
     """The bytes of a file from ``start`` on, in blocks: up to ``stop`` at first, then on to the end in larger steps.
 
-    Raises ``BadRow`` where the file is shorter than it was when it was found.
+    Raises ``BadRow`` where the file is shorter than it was when it was found; ``OSError`` where it cannot be read.
     """
-    is_local = "://" not in file.path and "::" not in file.path
-    most = _LOCAL_BLOCK if is_local else _REMOTE_BLOCK
+    local = is_local(file.path)
+    most = _LOCAL_BLOCK if local else _REMOTE_BLOCK
     at, step = start, 1 << 14
     while at < file.size:
         if at >= stop:
             step = min(2 * step, most)
         end = min(at + most, stop) if at < stop else min(at + step, file.size)
-        block = _read_local(file.path, at, end) if is_local else _read_remote(file.path, at, end, storage_options)
+        block = read_range(file.path, at, end, access)
         if not block:
             raise BadRow(
                 f"{file.path}: ends at byte {at}, but had {file.size} bytes when the stream was made.\n"
@@ -145,6 +250,13 @@ def read_blocks(file: SourceFile, start: int, stop: int, storage_options: Mappin
             )
         yield block
         at += len(block)
+
+
+def read_range(path: str, start: int, stop: int, access: Access) -> bytes:
+    """Bytes ``start`` to ``stop`` - 1 of a file, or fewer where it ends before. Raises ``OSError``."""
+    if is_local(path):
+        return patiently(lambda: _read_local(path, start, stop), access.retries)
+    return patiently(lambda: _read_remote(path, start, stop, access.storage_options), access.retries)
 
 
 def _read_local(path: str, start: int, stop: int) -> bytes:

@@ -1,0 +1,269 @@
+"""What all formats share: chunks dealt to lanes, the place in a chunk, reading ahead, and rows that cannot be read.
+
+A format says how files are cut into chunks and what the rows of a chunk are. The rest is the same for all, and here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, final
+
+from unbroken.errors import BadRow, InvalidState
+from unbroken.lanes import Lane
+from unbroken.lineage import Origin
+from unbroken.streams.arguments import read_state
+from unbroken.streams.course import ChunkOrder, Course
+from unbroken.streams.reading.ahead import Pieces
+from unbroken.streams.reading.files import Access, one_line
+from unbroken.streams.reading.skips import Skips
+from unbroken.streams.stage import Stage, StageIterator
+
+__all__ = ["Bad", "ChunkList", "Format", "Source"]
+
+
+@final
+class Bad(NamedTuple):
+    """In place of a row that cannot be read: why not (``no valid JSON (...)``), and what the user can do about it."""
+
+    reason: str
+    way_out: str
+
+
+class ChunkList(Protocol):
+    """All chunks of some files, in their order. Nothing has to be kept of each."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Any: ...
+
+
+class Format(ABC):
+    """How one format is cut into chunks and read. Frozen: what moves is in the iterators that it returns.
+
+    A place in a chunk is a whole number, 0 at its start; what it counts is the format's affair (bytes, rows, ...).
+    ``NAME`` is the function that users call. ``SEEDS``: whether making a row runs the user's code under random numbers
+    that the format seeds. ``UNIT`` is what the row in lineage counts, in words.
+    """
+
+    NAME: ClassVar[str]
+    UNIT: ClassVar[str] = "row"
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data"}
+    SEEDS: ClassVar[bool] = False
+
+    @abstractmethod
+    def grain(self, lanes: int) -> int:
+        """How finely to cut for so many lanes, at least 1. It is in positions: an epoch goes on as it was begun."""
+
+    @abstractmethod
+    def chunks(self, grain: int) -> ChunkList:
+        """All chunks in the order of the files: a length and items by number, without reading any."""
+
+    @abstractmethod
+    def fetch(self, chunk: Any, place: int) -> Iterator[Any]:
+        """What is read for the rows from a place on, in pieces. All input is done here: it may run in a thread.
+
+        Raises ``BadRow`` or ``OSError`` where the rest of the chunk cannot be read.
+        """
+
+    @abstractmethod
+    def rows(self, chunk: Any, place: int, pieces: Iterator[Any], lane: Lane) -> Iterator[tuple[int, int, Any]]:
+        """``(its place, the place after it, row)`` for each row from a place on; ``Bad`` in place of a bad row."""
+
+    @abstractmethod
+    def locate(self, chunk: Any, place: int) -> tuple[str, int | str]:
+        """``(file, row)`` of a place, as lineage names them."""
+
+    @abstractmethod
+    def where(self, chunk: Any, place: int) -> str:
+        """A place in words, for an error: the file, and where in it. It may read the file."""
+
+    @abstractmethod
+    def fields(self) -> dict[str, Any]:
+        """What belongs in the fingerprint."""
+
+    @abstractmethod
+    def arguments(self) -> str:
+        """The arguments as they are written in ``repr(stream)``."""
+
+    @abstractmethod
+    def extent(self) -> str:
+        """How much there is, in words: ``12 files, 1.2 GB``."""
+
+
+@final
+@dataclass(frozen=True, repr=False, eq=False)
+class Source(Stage):
+    """The rows of files in some format. The functions ``read_*`` make it."""
+
+    NAME: ClassVar[str] = "read"
+
+    format: Format
+    access: Access
+
+    def __post_init__(self) -> None:
+        names = {"NAME": self.format.NAME, "DIFFERENCES": self.format.DIFFERENCES, "SEEDS": self.format.SEEDS}
+        for name, value in names.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def sources(self) -> tuple[Stage, ...]:
+        return ()
+
+    @property
+    def keeps_record(self) -> bool:
+        return self.access.skips
+
+    def begin(self, lane: Lane, course: Course) -> StageIterator:
+        return _SourceIterator(self, lane, course)
+
+    def fields(self) -> dict[str, Any]:
+        return self.format.fields()
+
+    def arguments(self) -> str:
+        return self.format.arguments()
+
+    def extent(self, lanes: int) -> str:
+        chunks = len(self.format.chunks(self.format.grain(lanes)))
+        return f"{self.format.extent()}, {chunks} chunk{'s' * (chunks != 1)} on {lanes} lanes"
+
+
+@final
+class _Progress:
+    """Where a lane stands among its chunks: the number of the chunk in the lane, and the place in it."""
+
+    __slots__ = ("number", "place")
+
+    def __init__(self, number: int, place: int) -> None:
+        self.number = number
+        self.place = place
+
+
+@final
+class _SourceIterator(StageIterator):
+    """Position: the number of the chunk in the lane and the place in it.
+
+    It also keeps the grain of the chunks and the seed of their order: an epoch goes on as it was begun.
+    """
+
+    def __init__(self, source: Source, lane: Lane, course: Course) -> None:
+        self._format = source.format
+        self._access = source.access
+        self._lane = lane
+        self._name = course.path.rstrip("/") or source.NAME
+        self._seed = None if course.order is None else course.order.seed
+        self._grain = source.format.grain(lane.count)
+        self._skips = course.journal.keep(f"{course.path}{source.NAME}", Skips) if source.keeps_record else None
+        self._at = _Progress(0, 0)
+        self._last: tuple[Any, int] | None = None  # the chunk and the place of the row that was yielded last
+        self._dealt: tuple[ChunkList, Any] | None = None  # all chunks, and their order; made at the first row
+        self._rows: Iterator[tuple[int, int, Any]] | None = None
+        self._next: tuple[int, Pieces] | None = None  # what is read ahead of the next chunk, and its number
+
+    def __next__(self) -> Any:
+        at = self._at
+        number, place = at.number, at.place
+        try:
+            while True:
+                chunk = self._chunk(at.number)
+                if chunk is None:
+                    raise StopIteration
+                if self._rows is None:
+                    self._rows = self._format.rows(chunk, at.place, self._pieces(chunk), self._lane)
+                if self._skips is None:
+                    for start, after, row in self._rows:
+                        self._last = chunk, start
+                        if type(row) is Bad:
+                            raise BadRow(f"{self._format.where(chunk, start)}: {row.reason}.\n{row.way_out}")
+                        at.place = after
+                        return row
+                else:
+                    found = self._next_good(chunk, self._skips)
+                    if found:
+                        return found[0]
+                at.number, at.place, self._rows = at.number + 1, 0, None
+        except BaseException as error:
+            self._rows = None
+            if not isinstance(error, StopIteration):  # the next call reads again from the last position
+                self._next, self._at = None, _Progress(number, place)
+            raise
+
+    def _next_good(self, chunk: Any, skips: Skips) -> list[Any]:
+        """The next row of the chunk that is not to be left out, if there is one."""
+        at, epoch = self._at, self._lane.epoch
+        try:
+            while skips.at((epoch, at.number, at.place)) != "rest":
+                found = next(self._rows, None)  # type: ignore[arg-type]
+                if found is None:
+                    break
+                start, at.place, row = found
+                self._last = chunk, start
+                place = epoch, at.number, start
+                if type(row) is Bad:
+                    skips.add(place, "row", self._format.where(chunk, start), row.reason)
+                elif skips.at(place) is None:
+                    skips.reach((epoch, at.number, at.place))
+                    return [row]
+        except (BadRow, OSError) as error:
+            place, file = (epoch, at.number, at.place), self._format.locate(chunk, at.place)[0]
+            if place < skips.reached:  # rows that came after this were delivered, and are counted on
+                raise BadRow(
+                    f"{file}: cannot be read from {self._format.UNIT} {at.place} of a chunk on, and could be when the "
+                    f"position was saved: {one_line(error)}\nPut the file back as it was, and resume again."
+                ) from error
+            skips.add(place, "rest", file, one_line(error))
+        return []
+
+    def _chunk(self, number: int) -> Any:
+        """The chunk of this number in the lane; None where the lane has no more."""
+        if self._dealt is None:
+            chunks = self._format.chunks(self._grain)
+            order = None if self._seed is None else ChunkOrder(self._seed).of(len(chunks), self._lane.epoch)
+            self._dealt = chunks, order
+        chunks, order = self._dealt
+        place = self._lane.index + number * self._lane.count
+        if place >= len(chunks):
+            return None
+        return chunks[place if order is None else order[place]]
+
+    def _pieces(self, chunk: Any) -> Iterator[Any]:
+        at = self._at
+        if not self._access.ahead:
+            return self._format.fetch(chunk, at.place)
+        ready, self._next = self._next, None
+        pieces = ready[1] if ready is not None and ready[0] == at.number and not at.place else None
+        return (pieces or Pieces(self._format.fetch(chunk, at.place))).going_on(self._look_ahead)
+
+    def _look_ahead(self) -> None:
+        """This chunk is being read: begin with the next one, while the rows of this one are used."""
+        number = self._at.number + 1
+        chunk = self._chunk(number)
+        if chunk is not None:
+            self._next = number, Pieces(self._format.fetch(chunk, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"chunk": self._at.number, "place": self._at.place, "grain": self._grain, "order": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        number, place, grain, seed = read_state(
+            state, self._format.NAME, chunk=int, place=int, grain=int, order=(int, type(None))
+        )
+        if self._dealt is not None:
+            raise InvalidState(f"{self._format.NAME}: rows were read already. Load a position right after open().")
+        if grain < 1:
+            raise InvalidState(f"{self._format.NAME}: grain in a position must be at least 1, but it is 0.")
+        self._at, self._grain, self._seed = _Progress(number, place), grain, seed
+
+    def close(self) -> None:
+        self._rows = self._next = None
+
+    def where(self) -> str:
+        if self._last is None:
+            return "the first row"
+        file, row = self._format.locate(*self._last)
+        return f"{file}, {self._format.UNIT} {row}"
+
+    def origin(self) -> tuple[Origin, ...]:
+        if self._last is None:
+            return ()
+        return (Origin(self._name, *self._format.locate(*self._last)),)
