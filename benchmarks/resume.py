@@ -39,13 +39,14 @@ def first_batch(make: Make, state: Any = None) -> float:
 
     A short one is taken several times in a row: that another contender left the caches cold is not what is compared.
     """
-    times = [_first_batch(make, state)]
+    times = [once(make, state)]
     while len(times) < 5 and times[0] < SHORT_MS:
-        times.append(_first_batch(make, state))
+        times.append(once(make, state))
     return median(times)
 
 
-def _first_batch(make: Make, state: Any) -> float:
+def once(make: Make, state: Any) -> float:
+    """Milliseconds to the first batch, taken once."""
     began = perf_counter()
     loader = make()
     if state is not None:

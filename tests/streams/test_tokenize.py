@@ -299,3 +299,12 @@ def test_what_is_no_position_is_refused(corpus: Stage) -> None:
     rows.load_state_dict({**rows.state_dict(), "taken": 46})
     with pytest.raises(InvalidState, match="46 documents of a batch were delivered, but now there are 45"):
         next(rows)
+
+
+def test_a_tokenizer_that_raises_stop_iteration_does_not_end_the_stream(corpus: Stage) -> None:
+    def ended(text: str) -> list[int]:
+        raise StopIteration
+
+    rows = corpus.tokenize(ended).open(Lane(0, 1))
+    with pytest.raises(RuntimeError, match="the tokenizer raised StopIteration, for a document of the batch"):
+        next(rows)

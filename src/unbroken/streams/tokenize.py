@@ -159,11 +159,9 @@ class _TokenizeIterator(StageIterator):
                     f"tokenize: {self._taken} documents of a batch were delivered, but now there are {len(texts)}: "
                     "what it reads from has changed.\nRebuild the stream as it was when the position was saved."
                 ) from None
-        if self._encode is None:
-            self._encode = _encoder(_at_hand(self._stage), self._stage)
         if self._taken < len(texts):
             left = texts[self._taken :]
-            encoded = iter(self._encode([text for text in left if text is not None]))
+            encoded = iter(self._ids_of([text for text in left if text is not None]))
             self._documents = [None if text is None else next(encoded) for text in left]
             self._documents.reverse()
             if origins is not None:
@@ -171,6 +169,16 @@ class _TokenizeIterator(StageIterator):
         else:  # saved by a version whose batches were larger
             self._anchor, self._taken = self._source.state_dict(), self._taken - len(texts)
         self._texts = []
+
+    def _ids_of(self, texts: list[str]) -> list[Ids]:
+        if self._encode is None:
+            self._encode = _encoder(_at_hand(self._stage), self._stage)
+        try:
+            return self._encode(texts)
+        except StopIteration as error:
+            raise RuntimeError(
+                f"tokenize: the tokenizer raised StopIteration, for {self.where()}. The stream would end there."
+            ) from error
 
     def _text_of(self, row: Any) -> str:
         name = self._stage.text
