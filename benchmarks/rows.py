@@ -10,7 +10,20 @@ from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.measure import Line, Settings
 
-NAMES = ("handover", "inline", "lanes", "capture", "positions", "digest", "resume", "text")
+NAMES = (
+    "handover",
+    "inline",
+    "lanes",
+    "capture",
+    "positions",
+    "digest",
+    "resume",
+    "text",
+    "packing",
+    "tokens",
+    "bigfiles",
+    "memory",
+)
 
 
 def measure(name: str, settings: Settings) -> list[Line]:

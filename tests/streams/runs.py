@@ -64,10 +64,20 @@ def resumed(stage: Stage, lane: Lane, state: str) -> StageIterator:
     return rows
 
 
+def without_reached(state: str) -> str:
+    """A position without how far each mix was read: pack reads in blocks, and they begin elsewhere after a resume."""
+    position = json.loads(state)
+    for name, record in position.get("journal", {}).items():
+        if name.rpartition("/")[2] == "mix":
+            del record["reached"]
+    return json.dumps(position)
+
+
 def assert_law(stage: Stage, lane: Lane, chain: Sequence[int] = ()) -> list[Any]:
     """``run[:k] + resume(position_k) == run`` for every k, and for one chain of stops so many rows apart.
 
-    The positions themselves are equal too, and none changes once it was taken. Returns the rows.
+    The positions themselves are equal too (but for ``without_reached``), and none changes once it was taken. Returns
+    the rows.
     """
     ref, positions, texts = [], [], []
     rows = stage.open(lane)
@@ -83,7 +93,7 @@ def assert_law(stage: Stage, lane: Lane, chain: Sequence[int] = ()) -> list[Any]
     for k, text in enumerate([*texts, at_end]):
         rows = resumed(stage, lane, text)
         for n in range(min(k, len(ref)), len(ref)):
-            assert saved(rows) == texts[n]
+            assert without_reached(saved(rows)) == without_reached(texts[n])
             assert plain(next(rows)) == ref[n]
         assert next(rows, TORN) is TORN
     found, state = [], texts[0]

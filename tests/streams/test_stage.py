@@ -94,7 +94,20 @@ def test_the_fingerprint_is_flat_and_names_every_field(stream: Stage) -> None:
     assert described["stages"] == "read_jsonl > map > filter > shuffle > tokenize > pack"
     assert list(described) == [
         *("stages", "files", "map[0]", "filter[0]", "window", "shuffle_seed"),
-        *("tokenizer", "text", "append", "add_special_tokens", "seq_len", "layout", "pad_id", "document_ids"),
+        *(
+            "tokenizer",
+            "text",
+            "append",
+            "add_special_tokens",
+            "seq_len",
+            "layout",
+            "overflow",
+            "last",
+            "pack_window",
+            "pad_id",
+            "document_ids",
+            "cu_seqlens",
+        ),
     ]
     twice = stream.shuffle(9, seed=3).map(shortened).describe()
     assert (twice["window"], twice["window[1]"], twice["shuffle_seed[1]"]) == (5, 9, 3)
@@ -104,7 +117,9 @@ def test_the_fingerprint_is_flat_and_names_every_field(stream: Stage) -> None:
 def test_every_field_has_a_class_of_difference(stream: Stage) -> None:
     more = stream.shuffle(9, seed=3).map(shortened)
     classes = {field: more.difference_class(field) for field in more.describe()}
-    assert {field for field, kind in classes.items() if kind == "safe"} == {"seq_len", "document_ids"}
+    assert {field for field, kind in classes.items() if kind == "safe"} == {
+        *("seq_len", "document_ids", "cu_seqlens", "last", "pack_window")
+    }
     order = {"window", "shuffle_seed", "window[1]", "shuffle_seed[1]", "layout"}
     assert {field for field, kind in classes.items() if kind == "order"} == order
     assert {"files", "tokenizer", "map[1]", "filter[0]", "stages"} <= {

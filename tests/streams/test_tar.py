@@ -236,14 +236,14 @@ def test_one_shard_keeps_twelve_lanes_busy_and_many_stay_whole(tmp_path: Path) -
 class Counting(MemoryFileSystem):
     """Notes each range that is read."""
 
-    protocol = "counted"
+    protocol = "tallied"
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     read: ClassVar[list[tuple[int, int]]] = []
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        return str(super()._strip_protocol(path.removeprefix("counted://")))
+        return str(super()._strip_protocol(path.removeprefix("tallied://")))
 
     def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
         Counting.read.append((start, end))
@@ -251,10 +251,10 @@ class Counting(MemoryFileSystem):
 
 
 def test_a_resume_at_90_percent_reads_from_there_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec.register_implementation("counted", Counting, clobber=True)
+    fsspec.register_implementation("tallied", Counting, clobber=True)
     data = archive([(f"{n:04}.bin", bytes([n % 256]) * 20_000) for n in range(1000)])
     Counting().pipe("/a.tar", data)
-    stream = read_tar("counted://a.tar", read_ahead=False)
+    stream = read_tar("tallied://a.tar", read_ahead=False)
     rows = stream.open(ONE)
     for _ in range(900):
         next(rows)

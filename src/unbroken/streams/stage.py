@@ -278,11 +278,23 @@ class Stage(IterableDataset[Any], ABC):
 
         return Tokenize(self, tokenizer, text, append, add_special_tokens)
 
-    def pack(self, seq_len: int, layout: str = "concat", *, pad_id: int = 0, document_ids: bool = False) -> Stage:
-        """Rows of ``seq_len`` tokens, cut from documents. See ``unbroken.streams.pack.Pack``."""
+    def pack(
+        self,
+        seq_len: int,
+        layout: str = "concat",
+        *,
+        overflow: str = "split",
+        last: str = "pad",
+        window: int = 1 << 18,
+        pad_id: int = 0,
+        document_ids: bool = False,
+        cu_seqlens: bool = False,
+    ) -> Stage:
+        """Rows of ``seq_len`` tokens, made of documents. See ``unbroken.streams.pack.Pack``."""
         from unbroken.streams.pack import Pack
+        from unbroken.streams.packed import Columns
 
-        return Pack(self, seq_len, layout, pad_id, document_ids)
+        return Pack(self, seq_len, layout, overflow, last, window, Columns(pad_id, document_ids, cu_seqlens))
 
 
 @final

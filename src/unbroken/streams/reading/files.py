@@ -10,17 +10,17 @@ import glob
 import hashlib
 import os
 import posixpath
-import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from unbroken.errors import BadRow
 from unbroken.streams.arguments import check_bool, check_one_of, check_whole
+from unbroken.streams.reading.patterns import matches_of
+from unbroken.streams.reading.retrying import may_pass, patiently, status_of
 
 __all__ = [
     "Access",
@@ -37,8 +37,6 @@ __all__ = [
     "read_range",
 ]
 
-Result = TypeVar("Result")
-
 _LOCAL_BLOCK, _REMOTE_BLOCK = 1 << 18, 1 << 20
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _UNREADABLE = (".7z", ".br", ".bz2", ".lz4", ".rar", ".snappy", ".tar", ".tgz", ".xz", ".zip")
@@ -47,11 +45,16 @@ _UNREADABLE = (".7z", ".br", ".bz2", ".lz4", ".rar", ".snappy", ".tar", ".tgz", 
 @final
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was found: its path (a URL where it is not local), its size in bytes, how it is compressed."""
+    """A file as it was found: its path (a URL where it is not local), its size in bytes, how it is compressed.
+
+    ``version`` is what tells it from a file of the same path and size that was written later (an ETag, a time), or
+    empty where nothing does. It is in no fingerprint: a file that was copied is the same file.
+    """
 
     path: str
     size: int
     compression: str | None = None
+    version: str = field(default="", compare=False)
 
 
 @final
@@ -92,9 +95,11 @@ def check_access(
 
 
 def find_files(
-    reader: str, paths: Any, compression: str | None, storage_options: Mapping[str, Any]
+    reader: str, paths: Any, compression: str | None, storage_options: Mapping[str, Any], retries: int = 5
 ) -> tuple[SourceFile, ...]:
     """The files that ``paths`` name, with their sizes: paths in the order given, the matches of a pattern sorted.
+
+    What fails and may pass is tried again ``retries`` times.
 
     Raises ``TypeError`` on what is no path, ``FileNotFoundError`` where nothing is there, ``IsADirectoryError`` on a
     folder, and ``ValueError`` on an empty list, a size that cannot be known or a compression that cannot be read.
@@ -103,41 +108,52 @@ def find_files(
     if isinstance(listed, bytes | Mapping) or not isinstance(listed, Iterable):
         raise TypeError(f"{reader}: paths must be a path or a list of paths, but got a {type(paths).__name__}.")
     found: list[SourceFile] = []
+    fresh: set[int] = set()  # file systems whose listings were dropped: they may be older than the files
     for path in listed:
         if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
             raise TypeError(f"{reader}: a path must be a str or a Path, but got {path!r} ({type(path).__name__}).")
-        for match, size in _matches(reader, name, storage_options):
-            found.append(SourceFile(match, size, infer_compression(reader, match, compression)))
+        files, inner = _reach(name, storage_options)
+        if hash(files) not in fresh:
+            files.invalidate_cache()
+            fresh.add(hash(files))
+        for match, info in _matches(reader, name, files, inner, retries):
+            if info.get("size") is None:
+                raise ValueError(
+                    f"{reader}: the size of {match!r} is not known, and chunks are cut by it. Copy it first."
+                )
+            packed = infer_compression(reader, match, compression)
+            found.append(SourceFile(match, int(info["size"]), packed, _version_of(info)))
     if not found:
         raise ValueError(f"{reader}: paths is empty. Name at least one file.")
     return tuple(found)
 
 
-def _matches(reader: str, path: str, storage_options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    files, inner = fsspec.core.url_to_fs(path, **storage_options)
-    is_pattern = glob.has_magic(path) and not files.exists(inner)  # a name may have brackets in it
-    if is_pattern:
-        listing = files.glob(inner, detail=True)
-        matches = [listing[name] for name in sorted(listing) if listing[name]["type"] != "directory"]
-        if not matches:
-            raise FileNotFoundError(f"{reader}: nothing matches {path!r}. Correct the pattern.")
+def _matches(reader: str, path: str, files: Any, inner: str, retries: int) -> list[tuple[str, Any]]:
+    """``(path or URL, what the file system says of it)`` of each file that a path or pattern names."""
+    try:
+        found = patiently(lambda: files.info(inner), retries, path)  # first: a name may have brackets in it
+    except Exception as error:
+        if not glob.has_magic(path) or may_pass(error):
+            if isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(f"{reader}: there is no file {path!r}. Correct the path.") from None
+            raise
     else:
-        try:
-            matches = [files.info(inner)]
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{reader}: there is no file {path!r}. Correct the path.") from None
-        if matches[0]["type"] == "directory":
+        if found["type"] == "directory":
             pattern = posixpath.join(path, "*.jsonl")
             raise IsADirectoryError(
                 f"{reader}: {path!r} is a folder. Name its files by a pattern, such as {pattern!r}."
             )
-    for match in matches:
-        name = match["name"]
-        if not isinstance(files, LocalFileSystem):
-            name = _url_of(path, name) if is_pattern else path
-        if match.get("size") is None:
-            raise ValueError(f"{reader}: the size of {name!r} is not known, and chunks are cut by it. Copy it first.")
-        yield name, int(match["size"])
+        return [(found["name"] if isinstance(files, LocalFileSystem) else path, found)]
+    matches = matches_of(files, inner, retries)
+    if not matches:
+        raise FileNotFoundError(f"{reader}: nothing matches {path!r}. Correct the pattern.")
+    is_local_one = isinstance(files, LocalFileSystem)
+    return [(match["name"] if is_local_one else _url_of(path, match["name"]), match) for match in matches]
+
+
+def _version_of(info: Mapping[str, Any]) -> str:
+    names = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
+    return next((str(info[name]) for name in names if info.get(name)), "")
 
 
 def _url_of(pattern: str, match: str) -> str:
@@ -201,37 +217,11 @@ def is_local(path: str) -> bool:
     return "://" not in path and "::" not in path
 
 
-def patiently(read: Callable[[], Result], retries: int) -> Result:
-    """``read()``, tried again where it failed in a way that may pass: after 0.1 s, then 0.2 s, 0.4 s, up to 10 s.
-
-    Up to half of each pause is drawn at random, so that workers that failed together do not come back together.
-    """
-    pause = 0.1
-    for left in range(retries, -1, -1):
-        try:
-            return read()
-        except Exception as error:
-            if not left or not _may_pass(error):
-                raise
-        time.sleep(pause * (1 - _pauses.random() / 2))
-        pause = min(2 * pause, 10)
-    raise ValueError(f"retries must be at least 0, but got {retries}.")
-
-
-_pauses = random.SystemRandom()
-_FOR_GOOD = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, FileExistsError)
-# The libraries under fsspec's file systems raise errors of their own, not all of which are OSErrors.
-_NETWORK = {"aiohttp", "botocore", "gcsfs", "google", "azure", "httpx", "huggingface_hub", "requests", "urllib3"}
-
-
-def _may_pass(error: Exception) -> bool:
-    if isinstance(error, _FOR_GOOD):
-        return False
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _NETWORK
-
-
 def read_blocks(file: SourceFile, start: int, stop: int, access: Access) -> Iterator[bytes]:
     """The bytes of a file from ``start`` on, in blocks: up to ``stop`` at first, then on to the end in larger steps.
+
+    Up to ``stop`` the blocks end at the same places of the file, wherever they begin: what can be unpacked of a damaged
+    file is then the same too.
 
     Raises ``BadRow`` where the file is shorter than it was when it was found; ``OSError`` where it cannot be read.
     """
@@ -241,7 +231,7 @@ def read_blocks(file: SourceFile, start: int, stop: int, access: Access) -> Iter
     while at < file.size:
         if at >= stop:
             step = min(2 * step, most)
-        end = min(at + most, stop) if at < stop else min(at + step, file.size)
+        end = min((at // most + 1) * most, stop) if at < stop else min(at + step, file.size)
         block = read_range(file.path, at, end, access)
         if not block:
             raise BadRow(
@@ -255,8 +245,8 @@ def read_blocks(file: SourceFile, start: int, stop: int, access: Access) -> Iter
 def read_range(path: str, start: int, stop: int, access: Access) -> bytes:
     """Bytes ``start`` to ``stop`` - 1 of a file, or fewer where it ends before. Raises ``OSError``."""
     if is_local(path):
-        return patiently(lambda: _read_local(path, start, stop), access.retries)
-    return patiently(lambda: _read_remote(path, start, stop, access.storage_options), access.retries)
+        return patiently(lambda: _read_local(path, start, stop), access.retries, path)
+    return patiently(lambda: _read_remote(path, start, stop, access.storage_options), access.retries, path)
 
 
 def _read_local(path: str, start: int, stop: int) -> bytes:
@@ -268,7 +258,26 @@ def _read_local(path: str, start: int, stop: int) -> bytes:
 
 
 def _read_remote(path: str, start: int, stop: int, storage_options: Mapping[str, Any]) -> bytes:
-    # Found anew each time: file systems of fsspec belong to the process that made them, and it caches them.
-    files, inner = fsspec.core.url_to_fs(path, **storage_options)
-    block: bytes = files.cat_file(inner, start=start, end=stop)
+    files, inner = _reach(path, storage_options)
+    try:
+        block: bytes = files.cat_file(inner, start=start, end=stop)
+    except Exception as error:
+        if status_of(error) == 416:  # "range not satisfiable": the file ends before
+            return b""
+        raise
     return block
+
+
+_reached: dict[int, Any] = {}
+
+
+def _reach(path: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The file system of a path, and the path in it.
+
+    Found anew each time: file systems of fsspec belong to the process that made them, and fsspec caches them there.
+    They are kept here as well. In a forked process fsspec drops those of its parent, and s3fs then waits in vain for
+    the connections to close, with the help of a thread that is not there.
+    """
+    files, inner = fsspec.core.url_to_fs(path, **storage_options)
+    _reached[hash(files)] = files
+    return files, inner

@@ -14,6 +14,7 @@ Place: TypeAlias = tuple[int, int, int]
 
 # Positions stay small: of very many places the last are kept, of the reasons fewer still.
 _MOST_PLACES, _MOST_NAMED = 256, 4
+_BEFORE_ALL: Place = (-1, 0, 0)
 
 
 @final
@@ -22,12 +23,17 @@ class Skips(Record):
 
     A place is (epoch, number of the chunk in the lane, place in the chunk). ``count`` counts all of them; ``named`` are
     the last ones in words: ``[file and offset, reason]``. ``reached`` is the place after the furthest row read.
+
+    A row that is no row stays none, so that of many the oldest are forgotten without harm. The end of a chunk may be
+    readable when rows are made again: ``forgotten`` is the last one that is not known any more, and what is made again
+    must begin after it.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.named: list[list[str]] = []
         self.reached: Place = (0, 0, 0)
+        self.forgotten: Place = _BEFORE_ALL
         self._places: dict[Place, str] = {}
         self._saved: dict[str, Any] | None = None
 
@@ -41,31 +47,39 @@ class Skips(Record):
             self.reached = place
 
     def add(self, place: Place, what: str, where: str, reason: str) -> None:
-        """Leave a place out from now on. One before the furthest row was counted when that was read."""
-        if place < self.reached:
+        """Leave a place out from now on. One that was read before was counted then."""
+        if place < self.reached or place in self._places:
             return
         self.reach(place)
         self.count += 1
         self._places[place] = what
         if len(self._places) > _MOST_PLACES:
-            del self._places[next(iter(self._places))]
+            oldest = next((known for known, what in self._places.items() if what == "row"), None)
+            if oldest is None:
+                oldest = self.forgotten = next(iter(self._places))
+            del self._places[oldest]
         self.named = [*self.named, [where, reason[:200]]][-_MOST_NAMED:]
         self._saved = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._saved is None:
             places = [[*place, what] for place, what in self._places.items()]
-            self._saved = {"count": self.count, "places": places, "named": self.named}
+            forgotten = list(self.forgotten)
+            self._saved = {"count": self.count, "places": places, "named": self.named, "forgotten": forgotten}
         return {"reached": list(self.reached), **self._saved}
 
     def load_state_dict(self, state: Any) -> None:
-        reached, count, places, named = read_state(
-            state, "skipped rows", reached=list, count=int, places=list, named=list
+        reached, forgotten, count, places, named = read_state(
+            state, "skipped rows", reached=list, forgotten=list, count=int, places=list, named=list
         )
         try:
-            epoch, chunk, place = map(int, reached)
-            known = {(int(epoch), int(chunk), int(place)): str(what) for epoch, chunk, place, what in places}
+            reached, forgotten = _place_of(*reached), _place_of(*forgotten)
+            known = {_place_of(*place): str(what) for *place, what in places}
         except (TypeError, ValueError) as error:
             raise InvalidState(f"skipped rows: a place in a position cannot be read: {error}.") from None
-        self.reached = epoch, chunk, place
+        self.reached, self.forgotten = reached, forgotten
         self.count, self.named, self._places, self._saved = count, named, known, None
+
+
+def _place_of(epoch: int, chunk: int, place: int) -> Place:
+    return int(epoch), int(chunk), int(place)

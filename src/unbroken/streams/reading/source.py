@@ -6,7 +6,7 @@ A format says how files are cut into chunks and what the rows of a chunk are. Th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, final
 
@@ -15,8 +15,9 @@ from unbroken.lanes import Lane
 from unbroken.lineage import Origin
 from unbroken.streams.arguments import read_state
 from unbroken.streams.course import ChunkOrder, Course
-from unbroken.streams.reading.ahead import Pieces
+from unbroken.streams.reading.ahead import Forked, Pieces
 from unbroken.streams.reading.files import Access, one_line
+from unbroken.streams.reading.retrying import of_reading
 from unbroken.streams.reading.skips import Skips
 from unbroken.streams.stage import Stage, StageIterator
 
@@ -63,8 +64,15 @@ class Format(ABC):
     def fetch(self, chunk: Any, place: int) -> Iterator[Any]:
         """What is read for the rows from a place on, in pieces. All input is done here: it may run in a thread.
 
+        The iterator may know a shorter way to later places, and then has a method ``mark(place)`` for it: whole numbers
+        that a position holds beside the place, and a function of it alone; ``None`` where there is none.
+
         Raises ``BadRow`` or ``OSError`` where the rest of the chunk cannot be read.
         """
+
+    def fetch_from(self, chunk: Any, place: int, mark: list[int]) -> Iterator[Any]:
+        """As ``fetch``, by the mark that an iterator of ``fetch`` gave for the place."""
+        return self.fetch(chunk, place)
 
     @abstractmethod
     def rows(self, chunk: Any, place: int, pieces: Iterator[Any], lane: Lane) -> Iterator[tuple[int, int, Any]]:
@@ -130,18 +138,24 @@ class Source(Stage):
 
 @final
 class _Progress:
-    """Where a lane stands among its chunks: the number of the chunk in the lane, and the place in it."""
+    """Where a lane stands among its chunks: the number of the chunk in the lane, and the place in it.
 
-    __slots__ = ("number", "place")
+    ``mark`` gives the mark of a place in that chunk, where its format knows marks. ``chunk`` is the chunk itself, once
+    it was looked up.
+    """
 
-    def __init__(self, number: int, place: int) -> None:
+    __slots__ = ("chunk", "mark", "number", "place")
+
+    def __init__(self, number: int, place: int, mark: Callable[[int], list[int] | None] | None = None) -> None:
         self.number = number
         self.place = place
+        self.mark = mark
+        self.chunk: Any = None
 
 
 @final
 class _SourceIterator(StageIterator):
-    """Position: the number of the chunk in the lane and the place in it.
+    """Position: the number of the chunk in the lane and the place in it; where that has a mark, a list of both.
 
     It also keeps the grain of the chunks and the seed of their order: an epoch goes on as it was begun.
     """
@@ -162,15 +176,17 @@ class _SourceIterator(StageIterator):
 
     def __next__(self) -> Any:
         at = self._at
-        number, place = at.number, at.place
+        number, place, mark = at.number, at.place, at.mark
         try:
             while True:
-                chunk = self._chunk(at.number)
+                chunk = at.chunk
+                if chunk is None:
+                    chunk = at.chunk = self._chunk(at.number)
                 if chunk is None:
                     raise StopIteration
-                if self._rows is None:
-                    self._rows = self._format.rows(chunk, at.place, self._pieces(chunk), self._lane)
                 if self._skips is None:
+                    if self._rows is None:
+                        self._rows = self._format.rows(chunk, at.place, self._pieces(chunk), self._lane)
                     for start, after, row in self._rows:
                         self._last = chunk, start
                         if type(row) is Bad:
@@ -181,30 +197,41 @@ class _SourceIterator(StageIterator):
                     found = self._next_good(chunk, self._skips)
                     if found:
                         return found[0]
-                at.number, at.place, self._rows = at.number + 1, 0, None
+                at.number, at.place, at.mark, at.chunk, self._rows = at.number + 1, 0, None, None, None
         except BaseException as error:
             self._rows = None
             if not isinstance(error, StopIteration):  # the next call reads again from the last position
-                self._next, self._at = None, _Progress(number, place)
+                self._next, self._at = None, _Progress(number, place, mark)
+            if isinstance(error, Forked):
+                return next(self)
             raise
 
     def _next_good(self, chunk: Any, skips: Skips) -> list[Any]:
         """The next row of the chunk that is not to be left out, if there is one."""
         at, epoch = self._at, self._lane.epoch
+        if (epoch, at.number, at.place) <= skips.forgotten:
+            raise BadRow(
+                f"{self._format.NAME}: so much could not be read and was left out between the anchor of this position "
+                "and its place that not all of it is known any more.\nResume from a position that was saved later."
+            )
         try:
             while skips.at((epoch, at.number, at.place)) != "rest":
-                found = next(self._rows, None)  # type: ignore[arg-type]
+                if self._rows is None:
+                    self._rows = self._format.rows(chunk, at.place, self._pieces(chunk), self._lane)
+                found = next(self._rows, None)
                 if found is None:
                     break
                 start, at.place, row = found
                 self._last = chunk, start
                 place = epoch, at.number, start
                 if type(row) is Bad:
-                    skips.add(place, "row", self._format.where(chunk, start), row.reason)
+                    skips.add(place, "row", self.where(), row.reason)
                 elif skips.at(place) is None:
                     skips.reach((epoch, at.number, at.place))
                     return [row]
-        except (BadRow, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, BadRow) and not of_reading(error):
+                raise
             place, file = (epoch, at.number, at.place), self._format.locate(chunk, at.place)[0]
             if place < skips.reached:  # rows that came after this were delivered, and are counted on
                 raise BadRow(
@@ -229,10 +256,21 @@ class _SourceIterator(StageIterator):
     def _pieces(self, chunk: Any) -> Iterator[Any]:
         at = self._at
         if not self._access.ahead:
-            return self._format.fetch(chunk, at.place)
+            fetched = self._fetch(chunk)
+            at.mark = getattr(fetched, "mark", None)
+            return fetched
         ready, self._next = self._next, None
-        pieces = ready[1] if ready is not None and ready[0] == at.number and not at.place else None
-        return (pieces or Pieces(self._format.fetch(chunk, at.place))).going_on(self._look_ahead)
+        if ready is None or ready[0] != at.number or at.place:
+            ready = at.number, Pieces(self._fetch(chunk))
+        at.mark = getattr(ready[1].fetched, "mark", None)
+        return ready[1].going_on(self._look_ahead)
+
+    def _fetch(self, chunk: Any) -> Iterator[Any]:
+        at = self._at
+        mark = None if at.mark is None else at.mark(at.place)
+        if mark is None:
+            return self._format.fetch(chunk, at.place)
+        return self._format.fetch_from(chunk, at.place, mark)
 
     def _look_ahead(self) -> None:
         """This chunk is being read: begin with the next one, while the rows of this one are used."""
@@ -242,19 +280,28 @@ class _SourceIterator(StageIterator):
             self._next = number, Pieces(self._format.fetch(chunk, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"chunk": self._at.number, "place": self._at.place, "grain": self._grain, "order": self._seed}
+        at = self._at
+        mark = None if at.mark is None else at.mark(at.place)
+        place = at.place if mark is None else [at.place, *mark]
+        return {"chunk": at.number, "place": place, "grain": self._grain, "order": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         number, place, grain, seed = read_state(
-            state, self._format.NAME, chunk=int, place=int, grain=int, order=(int, type(None))
+            state, self._format.NAME, chunk=int, place=(int, list), grain=int, order=(int, type(None))
         )
+        place, *mark = place or [None] if isinstance(place, list) else [place]
+        if not all(type(part) is int and part >= 0 for part in (place, *mark)):
+            raise InvalidState(f"{self._format.NAME}: a place in a position has whole numbers, not {[place, *mark]!r}.")
         if self._dealt is not None:
             raise InvalidState(f"{self._format.NAME}: rows were read already. Load a position right after open().")
         if grain < 1:
             raise InvalidState(f"{self._format.NAME}: grain in a position must be at least 1, but it is 0.")
-        self._at, self._grain, self._seed = _Progress(number, place), grain, seed
+        self._at = _Progress(number, place, (lambda _: mark) if mark else None)
+        self._grain, self._seed = grain, seed
 
     def close(self) -> None:
+        if self._next is not None:
+            self._next[1].close()
         self._rows = self._next = None
 
     def where(self) -> str:
