@@ -47,7 +47,7 @@ class LaneStream(Protocol):
 
     ``default_lanes`` is the number of lanes where the user names none; ``describe()`` is its fingerprint: a dict of
     JSON values whose keys are the fields that a mismatch report lists. ``difference_class(field)`` says what another
-    value means: ``"safe"``, ``"order"`` or ``"data"``.
+    value means: ``"safe"``, ``"order"``, ``"data"``, or ``"held"``: safe between epochs, refused within one.
     """
 
     default_lanes: int

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
-__all__ = ["Origin"]
+__all__ = ["Lineage", "Origin", "with_lineage"]
 
 
 @final
@@ -24,3 +24,23 @@ class Origin(NamedTuple):
     row: int | str
     start: int = -1
     stop: int = -1
+
+
+@final
+class Lineage(list[tuple[Origin, ...]]):
+    """For each row of a batch, in its order, the stored rows behind it."""
+
+
+def with_lineage(batch: Any, origins: Lineage) -> Any:
+    """The batch with its lineage: a dict gets the field ``"lineage"``; of anything else ``(batch, lineage)`` is made.
+
+    Raises ``ValueError`` where a dict has such a field already.
+    """
+    if not isinstance(batch, dict):
+        return batch, origins
+    if "lineage" in batch:
+        raise ValueError(
+            "lineage=True adds a field 'lineage' to each batch, and the rows have one of that name.\n"
+            "Rename theirs with map(), or in collate_fn."
+        )
+    return {**batch, "lineage": origins}

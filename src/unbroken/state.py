@@ -241,11 +241,14 @@ class Difference:
         return _table([self])
 
 
+_CHANGES = {"order": "order-changing", "data": "data-changing", "held": "cuts rows that are counted on"}
+
+
 def _table(differences: list[Difference]) -> str:
-    rows = [(d.field, _short(d.saved), _short(d.now), d.kind) for d in differences]
+    rows = [(d.field, _short(d.saved), _short(d.now), _CHANGES.get(d.kind, d.kind)) for d in differences]
     field, saved, now = (max(len(row[column]) for row in rows) for column in range(3))
     return "\n".join(
-        f"  {row[0]:<{field}}   saved {row[1]:<{saved}}   now {row[2]:<{now}}   ({row[3]}-changing)" for row in rows
+        f"  {row[0]:<{field}}   saved {row[1]:<{saved}}   now {row[2]:<{now}}   ({row[3]})" for row in rows
     )
 
 
@@ -268,7 +271,8 @@ def check_fingerprint(
 ) -> list[Difference]:
     """Hold two fingerprints against each other; return the differences that ``strict=False`` accepted.
 
-    ``kinds`` says of each field whether a difference is ``"safe"``, ``"order"`` or ``"data"`` (the default);
+    ``kinds`` says of each field whether a difference is ``"safe"``, ``"order"`` or ``"data"`` (the default), or
+    ``"held"``: not accepted where any field is fixed, and safe elsewhere;
     ``fixed`` names those that are never accepted, for now, in whatever source they are. Named sources may come and go:
     one that is only on one side is no difference. Raises ``StateMismatch`` with every difference.
     """
@@ -278,7 +282,9 @@ def check_fingerprint(
         for name in sorted({*saved, *now})
         if saved.get(name) != now.get(name) and kinds.get(name, "data") != "safe" and _source_of(name) in both
     ]
-    held = {d.field for d in found if re.sub(r"^.*: |\[\d+\]$", "", d.field) in fixed}
+    if not fixed:
+        found = [d for d in found if d.kind != "held"]
+    held = {d.field for d in found if d.kind == "held" or re.sub(r"^.*: |\[\d+\]$", "", d.field) in fixed}
     refused = [d for d in found if strict or d.field in held]
     if not refused:
         return found

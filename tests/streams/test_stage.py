@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.streams.runs import run, run_lanes, write_jsonl
+from unbroken import StatefulDataLoader, StateMismatch, mix
 from unbroken.lanes import Lane, LaneStream
 from unbroken.streams.identity import identity_of
 from unbroken.streams.reading.jsonl import read_jsonl
@@ -117,15 +118,54 @@ def test_the_fingerprint_is_flat_and_names_every_field(stream: Stage) -> None:
 def test_every_field_has_a_class_of_difference(stream: Stage) -> None:
     more = stream.shuffle(9, seed=3).map(shortened)
     classes = {field: more.difference_class(field) for field in more.describe()}
-    assert {field for field, kind in classes.items() if kind == "safe"} == {
-        *("seq_len", "document_ids", "cu_seqlens", "last", "pack_window")
-    }
+    assert {field for field, kind in classes.items() if kind == "safe"} == {"document_ids", "cu_seqlens"}
+    assert {field for field, kind in classes.items() if kind == "held"} == {"seq_len", "last", "pack_window"}
     order = {"window", "shuffle_seed", "window[1]", "shuffle_seed[1]", "layout"}
     assert {field for field, kind in classes.items() if kind == "order"} == order
     assert {"files", "tokenizer", "map[1]", "filter[0]", "stages"} <= {
         f for f, kind in classes.items() if kind == "data"
     }
     assert more.difference_class("never heard of") == "data"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda stream: stream, "safe"),
+        (lambda stream: stream.map(shortened).take(3).repeat(2), "safe"),
+        (lambda stream: mix({"a": stream}).filter(kept), "safe"),
+        (lambda stream: stream.shuffle(2), "held"),
+        (lambda stream: stream.map(list, batched=2), "held"),
+        (lambda stream: stream.filter(list, batched=2).take(3), "held"),
+        (lambda stream: stream.flat_map(list), "held"),
+        (lambda stream: mix({"a": stream.map(shortened).shuffle(2)}), "held"),
+        (lambda stream: mix({"b": stream, "a": stream}).shuffle(2), "held"),
+    ],
+)
+def test_rows_that_a_later_stage_counts_keep_their_length(stream: Stage, change: Any, kind: str) -> None:
+    """A window that is filled again with rows of another length would lose tokens, and repeat others."""
+    changed = change(stream)
+    assert {changed.difference_class(field) for field in changed.describe() if "seq_len" in field} == {kind}
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_another_seq_len_in_mid_epoch_is_refused_where_rows_are_shuffled_after(tmp_path: Path, shuffled: bool) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefg" * 9}] * 20)
+
+    def loader(seq_len: int) -> StatefulDataLoader:
+        packed = read_jsonl(path).tokenize(ids_of).pack(seq_len)
+        return StatefulDataLoader(packed.shuffle(10) if shuffled else packed, 2, lanes=2, seed=0)
+
+    first = loader(8)
+    next(iter(first))
+    if shuffled:
+        for strict in (True, False):
+            with pytest.raises(StateMismatch, match=r"seq_len +saved 8 +now 16 +\(cuts rows that are counted on\)"):
+                loader(16).load_state_dict(first.state_dict(), strict=strict)
+    else:
+        loader(16).load_state_dict(first.state_dict())
+    fresh = loader(8)
+    loader(16).load_state_dict(fresh.state_dict())  # nothing was counted yet
 
 
 def test_a_copy_and_a_pickle_are_the_same_stream(stream: Stage) -> None:

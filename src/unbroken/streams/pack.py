@@ -90,11 +90,11 @@ class Pack(Stage):
 
     NAME: ClassVar[str] = "pack"
     DIFFERENCES: ClassVar[Mapping[str, str]] = {
-        "seq_len": "safe",
+        "seq_len": "cut",
         "layout": "order",
         "overflow": "data",
-        "last": "safe",
-        "pack_window": "safe",
+        "last": "cut",
+        "pack_window": "cut",
         "pad_id": "data",
         "document_ids": "safe",
         "cu_seqlens": "safe",
@@ -126,6 +126,10 @@ class Pack(Stage):
     @property
     def keeps_record(self) -> bool:
         return any(stage.named for stage in self.source._all())
+
+    @property
+    def counts_rows(self) -> bool:
+        return True
 
     def begin(self, lane: Lane, course: Course) -> StageIterator:
         record = course.journal.keep(f"{course.path}pack {self.depth}", Reached) if self.keeps_record else None

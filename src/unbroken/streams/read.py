@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from unbroken.streams.stage import Stage
 
 __all__ = ["read"]
 
-_READERS = {
+_READERS: dict[str, Callable[..., Stage]] = {
     "jsonl": read_jsonl,
     "parquet": read_parquet,
     "arrow": read_arrow,

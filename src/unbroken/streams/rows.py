@@ -38,6 +38,10 @@ class _OfRows(Stage):
     def sources(self) -> tuple[Stage, ...]:
         return (self.source,)
 
+    @property
+    def counts_rows(self) -> bool:
+        return self.NAME == "flat_map" or self.batched is not None
+
     def begin(self, lane: Lane, course: Course) -> StageIterator:
         source = self.source.begin(lane, course)
         path = [course.path] if course.path else []

@@ -51,6 +51,10 @@ class Shuffle(Stage):
     def sources(self) -> tuple[Stage, ...]:
         return (self.source,)
 
+    @property
+    def counts_rows(self) -> bool:
+        return True
+
     def begin(self, lane: Lane, course: Course) -> StageIterator:
         seed = lane.seed if self.seed is None else self.seed
         source = self.source.begin(lane, course.shuffled(seed))

@@ -6,7 +6,6 @@ torch ``IterableDataset``, so it works under any loader.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -88,7 +87,8 @@ class Stage(IterableDataset[Any], ABC):
 
     ``default_lanes`` is the number of lanes where a loader is told none. ``NAME`` is the function or method that
     makes the stage. ``DIFFERENCES`` says of each field of the stage what another value means for a position saved
-    before: ``"safe"``, ``"order"`` or ``"data"``. ``SEEDS`` is whether the stage seeds the global generators.
+    before: ``"safe"``, ``"order"``, ``"data"``, or ``"cut"``: rows are cut otherwise from there on, which is safe as
+    long as no later stage counts them. ``SEEDS`` is whether the stage seeds the global generators.
     """
 
     default_lanes: int = 64
@@ -126,6 +126,11 @@ class Stage(IterableDataset[Any], ABC):
         """Whether its iterator keeps a record in the lane's journal."""
         return False
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether its iterator makes rows again by their number from an anchor, and needs them to be the same."""
+        return False
+
     def extent(self, lanes: int) -> str:
         """How much there is to read, and in how many chunks for so many lanes, in words; empty where it reads none."""
         return ""
@@ -160,17 +165,30 @@ class Stage(IterableDataset[Any], ABC):
 
     @final
     def difference_class(self, field: str) -> str:
-        """What another value of a field of ``describe()`` means: ``"safe"``, ``"order"`` or ``"data"``."""
+        """What another value of a field of ``describe()`` means: ``"safe"``, ``"order"``, ``"data"``, or ``"held"``:
+        safe between epochs, and never accepted within one.
+        """
+        return self._class_of(field, counted=False)
+
+    def _class_of(self, field: str, *, counted: bool) -> str:
+        """``counted``: whether a stage after this one makes its rows again by their number."""
+        chain = list(self._chain())
         source, named, rest = field.partition(": ")
         if named:
-            mixes = [stage.named for stage in self._chain() if stage.named]
-            known = next((mix[source] for mix in mixes if source in mix), None)
-            if known is not None:
-                return known.difference_class(rest)
-            return "safe" if mixes else "data"  # a source that is in the mix no more
-        name = re.sub(r"\[\d+\]$", "", field)
-        found = (stage.DIFFERENCES[name] for stage in self._chain() if name in stage.DIFFERENCES)
-        return next(found, "data")
+            for place, stage in enumerate(chain):
+                if source in stage.named:
+                    counted = counted or any(later.counts_rows for later in chain[place + 1 :])
+                    return stage.named[source]._class_of(rest, counted=counted)
+            return "safe" if any(stage.named for stage in chain) else "data"  # a source that is in the mix no more
+        name, _, number = field.removesuffix("]").partition("[")
+        holders = [place for place, stage in enumerate(chain) if name in stage.DIFFERENCES]
+        if not holders:
+            return "data"
+        place = holders[min(int(number or 0), len(holders) - 1)]
+        kind = chain[place].DIFFERENCES[name]
+        if kind != "cut":
+            return kind
+        return "held" if counted or any(later.counts_rows for later in chain[place + 1 :]) else "safe"
 
     @property
     def depth(self) -> int:

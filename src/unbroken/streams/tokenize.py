@@ -92,6 +92,10 @@ class Tokenize(Stage):
     def sources(self) -> tuple[Stage, ...]:
         return (self.source,)
 
+    @property
+    def counts_rows(self) -> bool:
+        return True
+
     def begin(self, lane: Lane, course: Course) -> StageIterator:
         return _TokenizeIterator(self.source.begin(lane, course), self, lineage=course.lineage)
 
