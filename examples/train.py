@@ -154,8 +154,12 @@ class Checkpoints:
 # --- Data --------------------------------------------------------------------------------------------------------
 
 
-def make_loader(args: argparse.Namespace, rank: int, world: int) -> unbroken.StatefulDataLoader:
-    """Raw JSONL to packed rows: shuffled, tokenised and packed as they are needed."""
+def make_loader(args: argparse.Namespace, world: int) -> unbroken.StatefulDataLoader:
+    """Raw JSONL to packed rows: shuffled, tokenised and packed as they are needed.
+
+    A step needs every rank, so all end an epoch together, when the first has no full batch left: that is what the
+    loader's ``group`` is for.
+    """
     if args.batch_size % world:
         raise SystemExit(f"--batch-size {args.batch_size} cannot be divided by {world} ranks: choose a multiple.")
     stream = (
@@ -170,8 +174,7 @@ def make_loader(args: argparse.Namespace, rank: int, world: int) -> unbroken.Sta
         num_workers=args.workers,
         drop_last=True,
         lanes=args.lanes,
-        dp_rank=rank,
-        dp_world_size=world,
+        group=dist.group.WORLD if world > 1 else None,
         seed=args.seed,
     )
 
@@ -183,24 +186,11 @@ def digests(batch: Batch) -> list[str]:
     return [blake2b(row, digest_size=8).hexdigest() for row in rows]
 
 
-def any_rank(flag: bool, world: int) -> bool:
-    """Whether ``flag`` is set on any rank; every rank gets the same answer."""
-    if world == 1:
-        return flag
-    vote = torch.tensor(int(flag))
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    return bool(vote)
-
-
-def batches(loader: unbroken.StatefulDataLoader, world: int) -> Iterator[tuple[Batch, float]]:
-    """Batches, epoch after epoch, and the seconds that each was waited for.
-
-    All ranks end an epoch together, when the first has no full batch left: a step needs every rank.
-    """
+def batches(loader: unbroken.StatefulDataLoader) -> Iterator[tuple[Batch, float]]:
+    """Batches, epoch after epoch, and the seconds that each was waited for."""
     while True:
         taken, began = 0, time.perf_counter()
-        iterator = iter(loader)
-        while not any_rank((batch := next(iterator, None)) is None, world):
+        for batch in loader:
             taken += 1
             yield batch, time.perf_counter() - began
             began = time.perf_counter()
@@ -225,6 +215,15 @@ class Stop:
         self.signal = self.signal or number
         # Not print: the signal may have come in the middle of one.
         os.write(2, b"ending after the step under way\n")
+
+
+def any_rank(flag: bool, world: int) -> bool:
+    """Whether ``flag`` is set on any rank; every rank gets the same answer."""
+    if world == 1:
+        return flag
+    vote = torch.tensor(int(flag))
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    return bool(vote)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, world: int) -> float:
@@ -269,7 +268,7 @@ def prepare(args: argparse.Namespace, rank: int, world: int) -> tuple[Training, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     torch.manual_seed(args.seed + 1 + rank)  # weights are equal on all ranks, dropout is not
     training = Training(model, optimizer)
-    loader = make_loader(args, rank, world)
+    loader = make_loader(args, world)
     return training, {"training": training, "rng": Randomness(rank), "loader": loader}
 
 
@@ -306,7 +305,7 @@ def train(args: argparse.Namespace, rank: int, world: int, stop: Stop, checkpoin
     tokens = args.batch_size * args.seq_len
     with closing(parts["loader"]), open_log(args.out / f"log-rank{rank}.jsonl") as log:
         began = time.perf_counter()
-        for batch, wait in batches(parts["loader"], world):
+        for batch, wait in batches(parts["loader"]):
             loss = train_step(training.model, training.optimizer, batch, world)
             training.step += 1
             seconds, began = time.perf_counter() - began, time.perf_counter()

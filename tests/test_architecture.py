@@ -24,7 +24,7 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path i
 LAYERS = [
     {"errors"},
     {"state"},
-    PEERS := {"anchor", "lanes", "leaves", "ledger", "lineage", "options", "position", "sampling", "seeding"},
+    PEERS := {"anchor", "lanes", "leaves", "ledger", "lineage", "made", "options", "position", "sampling", "seeding"},
     {"engine", "streams"},
     {"loader"},
     {"audit", "testing"},

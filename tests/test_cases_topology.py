@@ -303,9 +303,6 @@ def lanes_in(state: Mapping[str, str]) -> set[int]:
     "arguments",
     [
         {"save_prefetched": True},
-        {"group": object()},
-        {"at_end": "pad"},
-        {"at_end": "repeat"},
         {"in_order": False, "num_workers": 1},
     ],
 )

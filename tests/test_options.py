@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "sampler": None, "generator": None, "snapshot_every_n_steps": None, "seed": None, "seed_by": "batch",
     "lanes": None, "dp_rank": None, "dp_world_size": None, "group": None, "mesh": None, "resume": "checked",
     "save_prefetched": False, "worker_restarts": 3, "at_end": "stop", "in_order": True,
+    "lineage": False,
 }  # fmt: skip
 
 
@@ -29,7 +30,13 @@ def checked(**given: Any) -> options.Options:
 
 def mesh(ndim: int = 1, rank: int = 1, size: int = 4) -> Any:
     names = ("dp", "tp")[:ndim]
-    return SimpleNamespace(ndim=ndim, mesh_dim_names=names, get_local_rank=lambda: rank, size=lambda: size)
+    return SimpleNamespace(
+        ndim=ndim, mesh_dim_names=names, get_local_rank=lambda: rank, size=lambda: size, get_group=lambda: GROUP
+    )
+
+
+GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 4)
+ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
 def test_the_defaults_ask_for_nothing() -> None:
@@ -42,9 +49,6 @@ def test_the_defaults_ask_for_nothing() -> None:
     "given",
     [
         {"save_prefetched": True},
-        {"group": "a process group"},
-        {"at_end": "pad"},
-        {"at_end": "repeat"},
         {"in_order": False},
     ],
 )
@@ -59,6 +63,16 @@ def test_what_is_not_there_yet_is_named(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
+        ({"at_end": "drop"}, ValueError, "at_end must be one of 'stop', 'pad', 'repeat', but got at_end='drop'."),
+        ({"group": "dp"}, TypeError, "group must be a process group of torch.distributed that this process is in, but"),
+        ({"group": -100}, TypeError, "group must be a process group of torch.distributed that this process is in, but"),
+        (
+            {"group": GROUP, "dp_rank": 1, "dp_world_size": 2},
+            ValueError,
+            "In the group this is rank 1 of 4, but it was",
+        ),
+        ({"group": GROUP, "mesh": mesh(rank=2)}, ValueError, "In the group this is rank 1 of 4, but it was said to be"),
+        ({"at_end": "pad", "dp_rank": 0, "dp_world_size": 2}, ValueError, 'at_end="pad" on 2 ranks needs to know when'),
         ({"seed_by": "rows"}, ValueError, "seed_by must be one of 'batch', 'sample', but got seed_by='rows'."),
         ({"resume": True}, ValueError, "resume must be one of 'checked', 'trust', 'replay', but got resume=True."),
         ({"snapshot_every_n_steps": 0}, ValueError, "snapshot_every_n_steps must be at least 1, but got"),
@@ -115,6 +129,39 @@ def test_a_mesh_of_one_dimension_names_the_rank() -> None:
     assert (found.share, found.sharded) == (Share(3, 8), True)
 
 
+@pytest.mark.parametrize(
+    ("given", "group"),
+    [
+        ({"group": GROUP}, GROUP),
+        ({"group": GROUP, "dp_rank": 1, "dp_world_size": 4}, GROUP),
+        ({"mesh": mesh()}, GROUP),
+        ({"mesh": mesh(rank=0, size=1)}, None),
+    ],
+    ids=["group", "ranks too", "mesh", "mesh of one"],
+)
+def test_a_group_names_the_rank_and_a_mesh_brings_its_own(given: dict[str, Any], group: Any) -> None:
+    found = checked(**given)
+    assert (found.share, found.sharded) == (Share(1, 4) if group else Share(0, 1), True)
+    assert found.group is group
+
+
+def test_a_group_of_the_same_ranks_may_take_the_place_of_the_mesh_s() -> None:
+    """One of gloo, say, where that of the mesh would send its votes through the accelerator."""
+    other = SimpleNamespace(rank=lambda: 1, size=lambda: 4)
+    assert checked(mesh=mesh(), group=other).group is other
+
+
+@pytest.mark.parametrize("at_end", ["stop", "pad", "repeat"])
+def test_ranks_end_alone_where_there_is_nobody_to_agree_with(at_end: str) -> None:
+    assert checked(at_end=at_end, group=GROUP).ends == at_end
+    alone = "repeat" if at_end == "repeat" else "alone"  # for which nobody has to agree
+    assert checked(at_end=at_end).ends == alone
+    assert checked(at_end=at_end, group=ONE).ends == alone
+    assert checked(at_end=at_end, dp_rank=0, dp_world_size=1).ends == alone
+    if at_end != "pad":
+        assert checked(at_end=at_end, dp_rank=0, dp_world_size=2).ends == alone
+
+
 # A DistributedSampler
 
 
@@ -146,6 +193,21 @@ def test_a_distributed_sampler_of_another_rank_is_refused(given: dict[str, Any],
 
 def test_a_distributed_sampler_of_the_same_rank_is_no_contradiction() -> None:
     assert checked(sampler=sampler(), dp_rank=1, dp_world_size=4).share == Share(1, 4)
+    assert checked(sampler=sampler(), group=GROUP).share == Share(1, 4)
+
+
+def test_a_distributed_sampler_of_another_rank_than_the_group_s_is_refused() -> None:
+    with pytest.raises(ValueError, match="In the group this is rank 1 of 4, but it was said to be dp rank 2 of 4"):
+        checked(sampler=sampler(rank=2), group=GROUP)
+
+
+def test_a_sampler_that_shares_out_rows_in_its_own_way_has_no_group() -> None:
+    class Own(DistributedSampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ValueError, match="shares out the rows itself"):
+        checked(sampler=Own(range(8), 4, 1), group=GROUP)
 
 
 # What is said once

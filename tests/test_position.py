@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from unbroken.errors import InvalidState
 from unbroken.ledger import fold
-from unbroken.position import Anchor, LanePosition, LanesPosition, Made, MapPosition
+from unbroken.made import Made
+from unbroken.position import Anchor, LanePosition, LanesPosition, MapPosition
 from unbroken.state import seal, unseal
 
 

@@ -15,6 +15,7 @@
     +-- BadRow (ValueError)              a row of a source cannot be read
     +-- WorkerDied (RuntimeError)        a worker process ended without being asked to
     +-- WorkerTimeout (RuntimeError)     no batch within ``timeout`` seconds
+    +-- PeerFailed (RuntimeError)        another rank failed, or is not where this one is
     +-- DemoError (RuntimeError)         the demo could not be run to its end
 
 Each message says what failed, where, what was found against what was expected, and the way out. Errors raised by a
@@ -30,6 +31,7 @@ __all__ = [
     "InexactDataset",
     "InvalidState",
     "LaneError",
+    "PeerFailed",
     "StateError",
     "StateMismatch",
     "UnbrokenError",
@@ -91,6 +93,10 @@ class WorkerDied(UnbrokenError, RuntimeError):
 
 class WorkerTimeout(UnbrokenError, RuntimeError):
     """No batch arrived within ``timeout`` seconds."""
+
+
+class PeerFailed(UnbrokenError, RuntimeError):
+    """Ranks that end an epoch together cannot go on: one of them failed, or is at another step."""
 
 
 class DemoError(UnbrokenError, RuntimeError):

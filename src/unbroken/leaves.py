@@ -31,7 +31,7 @@ class Leaves:
 
     ``kind`` is the dataset's (``"map"``, ``"iterable"``, ``"stream"``); ``shared`` whether leaves name no rank,
     else they are those of ``rank`` of ``world``; ``mine`` are this rank's lanes of ``lanes``; ``fingerprint`` and
-    ``kinds`` (field: class of a difference) describe the pipeline.
+    ``kinds`` (field: class of a difference) describe the pipeline; ``ends`` is how epochs end (see ``Options``).
     """
 
     kind: str
@@ -43,6 +43,7 @@ class Leaves:
     fingerprint: dict[str, Any]
     kinds: Mapping[str, str]
     trusted: bool
+    ends: str = "alone"
 
     @property
     def _of_rank(self) -> str:
@@ -102,10 +103,12 @@ class Leaves:
             position = self._read_lanes(state, header)
         else:
             position = self._read_all(state)
-        fixed = frozenset({"files"}) if position.mid_epoch else frozenset[str]()
+        fixed = frozenset({"files"}) if position.mid_epoch and not position.stopped else frozenset[str]()
         accepted = check_fingerprint(header["fingerprint"], self.fingerprint, self.kinds, fixed=fixed, strict=strict)
-        if isinstance(position, LanesPosition):
-            position.settle(None)
+        if position.stopped and any(difference.field == "files" for difference in accepted):
+            position.next_epoch(None)  # what the last one left is in the files of then
+        if isinstance(position, LanesPosition) and self.ends != "repeat":
+            position.settle(None, alone=self.ends == "alone")
         return position, accepted
 
     def _read_map(self, state: Mapping[str, Any]) -> MapPosition:

@@ -18,6 +18,7 @@ __all__ = ["digest", "fold"]
 
 _PARTS = 4
 _SMALL = 1024
+_PAIR = struct.Struct("<2Q")
 _NUMPY_HAS = frozenset(
     getattr(torch, name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -56,6 +57,8 @@ def _digest(value: Any, cap: int) -> int:
 
 def fold(ledger: int, digests: list[int]) -> int:
     """The rolling digest after some more deliveries."""
+    if len(digests) == 1:
+        return _hash(_PAIR.pack(ledger, digests[0]))
     return _hash(struct.pack(f"<{len(digests) + 1}Q", ledger, *digests))
 
 

@@ -11,27 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
-import torch.multiprocessing
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
+from unbroken.engine.agree import Ballot, Group, Together, TorchGroup
 from unbroken.engine.cursor import Rules
 from unbroken.engine.custom import SamplerTurns
 from unbroken.engine.engine import Engine
 from unbroken.engine.epoch import Epoch, Run
-from unbroken.engine.feeds import Batching, Feed, LaneFeed, MapFeed, RowFeed
-from unbroken.engine.host import Plan
-from unbroken.engine.inline import Inline
+from unbroken.engine.feeds import Feed, Lanes
 from unbroken.engine.opening import TorchOpening
-from unbroken.engine.pool import Pool
-from unbroken.lanes import LaneStream, lanes_of_rank, plan_lanes
+from unbroken.engine.setup import new_engine, new_lane_feed, new_map_feed
+from unbroken.lanes import LaneStream, lanes_of_rank
 from unbroken.leaves import Leaves
 from unbroken.options import (
     PutBack,
@@ -44,8 +34,10 @@ from unbroken.options import (
     draw_run,
     epoch_holders,
     fingerprint_of,
+    planned_lanes,
     say_once,
     tell_of_own_state,
+    tell_of_rest,
 )
 from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder
@@ -66,16 +58,23 @@ class StatefulDataLoader(DataLoader[Any], Run):
         numbers independent of the batch size and of ranks too.
     lanes: the number of logical workers of an iterable dataset, fixed for a run while processes and ranks come and go.
         By default one a worker (and rank), and 64 for streams.
-    dp_rank, dp_world_size, or mesh (a one-dimensional ``DeviceMesh``): the data-parallel rank. With these the loader
-        shards the data itself, and a position can be loaded on another number of ranks.
+    dp_rank, dp_world_size, or group (a process group of torch.distributed), or mesh (a one-dimensional
+        ``DeviceMesh``): the data-parallel rank. With these the loader shards the data itself, and a position can be
+        loaded on another number of ranks.
+    at_end: how an epoch ends on the ranks of a ``group`` (gloo will do) or ``mesh``; without one, each ends with its
+        own data. ``"stop"``: together, before the first step that some rank cannot fill. ``"pad"``: ranks that ran out
+        yield batches with no row in them until the last is done. ``"repeat"``: never. Each lane (or a map-style dataset
+        as a whole) goes on with its own next epoch, and ``iter()`` goes on where the last one stopped.
     resume: ``"checked"`` makes sure that a dataset's own state leads back to the place; ``"trust"`` takes the state at
         its word; ``"replay"`` ignores it and makes everything again from the start of the epoch.
+    lineage: for streams, each batch has the stored rows behind it: a ``Lineage``, for each row a tuple of ``Origin``,
+        in the field ``"lineage"`` of a batch that is a dict; of any other, ``(batch, lineage)`` is yielded.
 
-    ``save_prefetched``, ``group``, ``at_end`` other than ``"stop"`` and ``in_order=False`` raise
-    ``NotImplementedError`` in this version, and ``worker_restarts`` is not yet in effect: a worker that dies ends the
-    run with ``WorkerDied``.
+    ``save_prefetched`` and ``in_order=False`` raise ``NotImplementedError`` in this version, and ``worker_restarts`` is
+    not yet in effect: a worker that dies ends the run with ``WorkerDied``.
 
     Raises what torch raises for its own arguments, ``ValueError`` or ``TypeError`` for the others, and ``LaneError``.
+    Where ranks end together, ``next()`` raises ``PeerFailed`` if another rank failed.
     """
 
     def __init__(
@@ -110,6 +109,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         save_prefetched: bool = False,
         worker_restarts: int = 3,
         at_end: str = "stop",
+        lineage: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(
@@ -119,6 +119,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         )  # fmt: skip
         self._options = check_options(given)
         self._settle_order(given)
+        self._ballot = self._new_ballot()
         self._planned_lanes = self._lanes
         self._position = self._new_position()
         self._leaves: Leaves | None = None
@@ -130,21 +131,12 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._turns: SamplerTurns | None = None
 
     def _settle_order(self, given: dict[str, Any]) -> None:
-        """Decide what kind of dataset this is, and the plan of its order: lanes, or a sampler's."""
-        options, dataset = self._options, given["dataset"]
-        self._lanes = 0
+        """What kind of dataset this is, and the plan of its order: lanes, or a sampler's."""
+        options, dataset, self._lanes = self._options, given["dataset"], 0
         self._order: MapOrder | None = None
         if isinstance(dataset, IterableDataset):
             self._kind = "stream" if isinstance(dataset, LaneStream) else "iterable"
-            default = max(1, self.num_workers) * options.share.world
-            if isinstance(dataset, LaneStream):
-                default = max(default, dataset.default_lanes)
-            self._lanes = plan_lanes(options.lanes, default, self.num_workers, options.share.world)
-            if self._lanes % options.share.world:
-                say_once(
-                    f"{self._lanes} lanes do not divide evenly among {options.share.world} ranks: nothing is lost or "
-                    "repeated, but the rows of a global step differ from those on another number of ranks."
-                )
+            self._lanes = planned_lanes(dataset, self.num_workers, options)
         else:
             self._kind = "map"
             if options.lanes is not None:
@@ -158,12 +150,20 @@ class StatefulDataLoader(DataLoader[Any], Run):
             size = given["batch_size"] if own else None
             tell_of_own_state(dataset)
             self._order = MapOrder(
-                self.sampler if own else None, batch_sampler, size, self.drop_last, options.share, shuffled_by
-            )
+                self.sampler if own else None, batch_sampler, size, self.drop_last, options.share, shuffled_by,
+                options.ends,
+            )  # fmt: skip
             check_order(self._order, options)
         if type(self.batch_sampler) is BatchSampler and given["batch_sampler"] is None:
             watched = WatchedBatchSampler(self.batch_sampler.sampler, self.batch_sampler.batch_size, self.drop_last)
             object.__setattr__(self, "batch_sampler", watched)
+
+    def _new_ballot(self) -> Ballot | None:
+        """For the vote of ranks of lanes. Of a map-style dataset each rank knows what the others have."""
+        if self._order is not None or self._options.ends not in ("stop", "pad"):
+            return None
+        group = self._options.group
+        return Ballot(group if isinstance(group, Group) else TorchGroup(group), pads=self._options.ends == "pad")
 
     # ---- position
 
@@ -199,6 +199,8 @@ class StatefulDataLoader(DataLoader[Any], Run):
         if self._order is not None and isinstance(position, MapPosition):
             self._order.go_back(position)
         self._position, self._resumed, self._begun = position, resumed, False
+        if self._ballot is not None:
+            self._ballot = self._ballot.anew(resumed=resumed)
         begin_afresh(position, self._pristine)
         for name, holder in epoch_holders(self).items():
             if name in position.epochs:
@@ -219,8 +221,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         return self._kind == "stream" or self._options.lanes is not None or self._options.sharded
 
     def _mine(self) -> range:
-        share = self._order.share if self._order is not None else self._options.share
-        return lanes_of_rank(self._lanes, share.rank, share.world)
+        return lanes_of_rank(self._lanes, self._options.share.rank, self._options.share.world)
 
     def _new_leaves(self) -> Leaves:
         rank, world = distributed_rank()
@@ -233,7 +234,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         fingerprint, kinds = fingerprint_of(self.dataset, self._options, self._order, self._lanes, self.batch_size)
         return Leaves(
             self._kind, self._shared, rank, world, self._lanes, self._mine(), fingerprint, kinds,
-            self._options.resume == "trust",
+            self._options.resume == "trust", self._options.ends,
         )  # fmt: skip
 
     # ---- epochs
@@ -243,17 +244,12 @@ class StatefulDataLoader(DataLoader[Any], Run):
         if live is not None and live.waiting:
             live.finished = True  # it was repositioned, and this iterator takes its place
         before = self._position, self._begun, self._resumed
-        position = self._position.copy()
-        over = self._order is not None and isinstance(position, MapPosition) and self._order.at_end(position)
-        epochs = {name: holder.epoch for name, holder in epoch_holders(self).items()}
-        if self._resumed and position.mid_epoch:
-            check_epochs(position.epochs, epochs, over=over)
-        if self._begun or over:
-            position.next_epoch(self._pristine)
-        position.epochs = {name: int(epoch) for name, epoch in epochs.items()}
-        resumed, self._resumed = self._resumed, False
-        self._position, self._begun = position, True
-        length = None if self._reported_length is None else (self.dataset, self._reported_length)
+        self._position = self._stand_for_pass(self._position.copy())
+        if self._ballot is not None:
+            self._ballot = self._ballot.anew(resumed=self._resumed)
+        resumed, self._resumed, self._begun = self._resumed, False, True
+        told = self._reported_length if self._options.ends != "repeat" else None
+        length = None if told is None else (self.dataset, told)
         try:
             epoch = Epoch(self, resumed, self.persistent_workers, self.pin_memory, length)
         except BaseException:  # nothing was begun: another try is for the same epoch
@@ -262,6 +258,32 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._iterating = weakref.ref(epoch)
         return epoch
 
+    def _stand_for_pass(self, position: Position) -> Position:
+        """A position as a new pass begins with it: of the next epoch, where one was begun or is over."""
+        endless = self._options.ends == "repeat"
+        over = self._order is not None and isinstance(position, MapPosition) and self._order.at_end(position)
+        epochs = {name: holder.epoch for name, holder in epoch_holders(self).items()}
+        moved_on = position.stopped and any(position.epochs.get(name, now) != now for name, now in epochs.items())
+        if (self._resumed or endless) and position.mid_epoch and not moved_on:
+            check_epochs(position.epochs, epochs, over=over)
+        if (self._begun and not endless) or over or (self._resumed and moved_on):
+            self._to_next_epoch(position, ended=position.stopped)
+        position.stopped = False
+        if not endless or not position.mid_epoch:
+            position.epochs = {name: int(epoch) for name, epoch in epochs.items()}
+        if endless and isinstance(position, LanesPosition) and position.noted is None:
+            position.noted = position.epoch
+        return position
+
+    def _to_next_epoch(self, position: Position, *, ended: bool) -> None:
+        """``ended``: what a sampler of the user's had come to at the end is carried into the next epoch."""
+        last = self._turns.last if self._turns is not None else None
+        if ended and isinstance(position, MapPosition) and last is not None and last.ended:
+            position.cursor.end(last)
+        position.next_epoch(self._pristine)
+        if ended and self._order is not None and isinstance(position, MapPosition):
+            self._order.note_end(position)
+
     def start(self, epoch: Epoch) -> tuple[Engine, Feed]:
         """For the iterator: an engine and a feed at the position of now."""
         position = self._position
@@ -269,9 +291,12 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._begun = True
         draw_run(position, self._options, self.generator)
         rules = self._rules(position)
+        if self._live() is epoch:  # it was begun before, so that the dataset is no longer what it was
+            begin_afresh(position, self._pristine)
         engine = self._engine
         if engine is None or engine.closed:
-            engine = self._new_engine(rules)
+            owned = None if self._order is not None else len(self._mine())
+            engine = new_engine(self, self._kind, self._lanes, owned, rules)
         try:
             feed = self._new_feed(engine, position, rules)
         except BaseException:
@@ -293,25 +318,28 @@ class StatefulDataLoader(DataLoader[Any], Run):
         """For the iterator: its epoch is over."""
         if not going_on and not self.is_live(epoch):
             return  # a newer iterator has the loader's position
-        if self._options.share.world > 1 and not going_on:
+        position, ballot, ends = self._position, self._ballot, self._options.ends
+        if ends == "alone" and self._options.share.world > 1 and not going_on:
             say_once(
                 "Each rank ends an epoch with its own data: ranks may end at different steps, and a training loop on "
-                "several ranks has to agree on the last one."
+                "several ranks has to agree on the last one. Pass group= or mesh=, and they end together."
             )
-        position = self._position
-        last = self._turns.last if self._turns is not None else None
-        if isinstance(position, MapPosition) and last is not None and last.ended:
-            position.cursor.end(last)
-        position.next_epoch(self._pristine)
-        if self._order is not None and isinstance(position, MapPosition):
-            self._order.note_end(position)
+        waited = ballot is not None and ballot.waits(position)
+        over = self._order is not None and isinstance(position, MapPosition) and self._order.at_end(position)
+        if ends == "stop" and not waited and not over:
+            tell_of_rest(position, self._order)
+        if ballot is not None:
+            self._ballot = ballot.anew(resumed=False)
+        if ends == "stop" and not over and not going_on:
+            position.stopped = True  # on other ranks, what is left may do for a step
+            return
+        if not waited:
+            self._to_next_epoch(position, ended=True)
         self._begun = False
 
     def _rules(self, position: Position) -> Rules:
         options = self._options
-        every = options.capture_every
-        if every is None and options.resume == "trust":
-            every = 1
+        every = options.capture_every or (1 if options.resume == "trust" else None)
         subject = self._order.base if self._order is not None and self._order.kind == "custom" else self.dataset
         if self._pristine is None and (self._kind == "iterable" or subject is not self.dataset):
             what = f"the state_dict() of {type(subject).__qualname__}"
@@ -323,43 +351,21 @@ class StatefulDataLoader(DataLoader[Any], Run):
             capture_every=every,
             drop_last=self.drop_last and self._kind == "iterable",
             pristine=self._pristine,
+            endless=options.ends == "repeat",
+            lineage=options.lineage,
         )
-
-    def _new_engine(self, rules: Rules) -> Engine:
-        default = default_collate if self.batch_sampler is not None else default_convert
-        hosts = min(self.num_workers, len(self._mine())) if self._order is None else self.num_workers
-        plan = Plan(
-            dataset=self.dataset,
-            kind=self._kind,
-            rules=rules,
-            lanes=self._lanes,
-            hosts=hosts,
-            batched=self.batch_sampler is not None,
-            collate_fn=None if self.collate_fn is default else self.collate_fn,
-            worker_init_fn=self.worker_init_fn,
-        )
-        if hosts == 0:
-            return Inline(plan)
-        context = self.multiprocessing_context or torch.multiprocessing.get_context()
-        return Pool(plan, context, self.prefetch_factor or 0, self.timeout)
 
     def _new_feed(self, engine: Engine, position: Position, rules: Rules) -> Feed:
         self._turns = None
-        size = self.batch_size or 1
-        if isinstance(position, LanesPosition) and self._kind == "stream":
-            own = None if self.collate_fn in (default_collate, default_convert) else self.collate_fn
-            batching = Batching(size, self.batch_sampler is not None, self.drop_last, own, self._options.share.world)
-            return RowFeed(engine, position, batching)
-        if isinstance(position, LanesPosition):
-            return LaneFeed(engine, position, size, self._options.share.world)
-        if not isinstance(position, MapPosition) or self._order is None:
-            raise TypeError("a map-style dataset has a MapPosition")
-        order = self._order
-        if order.kind == "custom":
-            self._turns = SamplerTurns(order.base, position, rules, self._options.seeded)
-        make = self._turns.make if self._turns is not None else _no_turns
-        steps = order.steps(position, self._options.seeded, make)
-        return MapFeed(engine, position, steps, order.share.world * (1 if order.by_batch else order.size))
+        options = self._options
+        if self._order is not None and isinstance(position, MapPosition):
+            feed, self._turns = new_map_feed(engine, position, self._order, rules, options.seeded)
+            return feed
+        if not isinstance(position, LanesPosition):
+            raise TypeError("a map-style dataset has a MapPosition, any other a LanesPosition")
+        needed = options.share.world > 1 and options.ends != "pad"
+        feed = new_lane_feed(self, self._kind, Lanes(engine, position, rules, needed=needed), lineage=rules.lineage)
+        return feed if self._ballot is None else Together(feed, self._ballot, position)
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -376,7 +382,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the loader (by copy or pickle) goes on from its position, with workers of its own."""
-        alone = dict.fromkeys(("_iterating", "_engine", "_turns"))
+        alone = dict.fromkeys(("_iterating", "_engine", "_turns")) | {"_ballot": self._new_ballot()}
         going_on = {"_position": self._position.copy(), "_resumed": self._begun or self._resumed, "_begun": False}
         return {**self.__dict__, **alone, **going_on}
 
@@ -388,7 +394,3 @@ class StatefulDataLoader(DataLoader[Any], Run):
         if self.batch_size is None:
             return length
         return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
-
-
-def _no_turns(size: int) -> Any:
-    raise TypeError("only a custom sampler makes turns")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ import torch.distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from unbroken.errors import LaneError
-from unbroken.lanes import LaneStream
+from unbroken.lanes import LaneStream, plan_lanes
 from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder, Share, adoptable
 from unbroken.seeding import key
@@ -30,8 +31,10 @@ __all__ = [
     "draw_run",
     "epoch_holders",
     "fingerprint_of",
+    "planned_lanes",
     "say_once",
     "tell_of_own_state",
+    "tell_of_rest",
 ]
 
 _log = logging.getLogger("unbroken")
@@ -55,7 +58,9 @@ def distributed_rank() -> tuple[int, int]:
 @final
 @dataclass(frozen=True)
 class Options:
-    """What was asked for. ``share`` is the data-parallel rank and world; ``sharded`` whether it was given at all."""
+    """What was asked for. ``share`` is the data-parallel rank and world; ``sharded`` whether it was given at all;
+    ``group`` the process group of these ranks, or None.
+    """
 
     seed: int | None
     seed_by: str
@@ -64,6 +69,15 @@ class Options:
     sharded: bool
     resume: str
     capture_every: int | None
+    at_end: str
+    group: Any
+    lineage: bool
+
+    @property
+    def ends(self) -> str:
+        """How an epoch ends: ``at_end``, or ``"alone"`` where there is no other rank to agree with."""
+        agreed = self.share.world > 1 and self.group is not None
+        return self.at_end if agreed or self.at_end == "repeat" else "alone"
 
     @property
     def seeded(self) -> bool:
@@ -74,13 +88,14 @@ class Options:
 def check_options(given: dict[str, Any]) -> Options:
     """Check the arguments beyond torch's. Raises ``ValueError``, ``TypeError`` or, for what is not there yet,
     ``NotImplementedError``."""
-    for name, default in (("save_prefetched", False), ("group", None), ("at_end", "stop"), ("in_order", True)):
+    for name, default in (("save_prefetched", False), ("in_order", True)):
         if given[name] != default:
             raise NotImplementedError(
                 f"{name}={given[name]!r} is not available in this version; leave {name} at {default!r}."
             )
     _check_one_of("seed_by", given["seed_by"], ("batch", "sample"))
     _check_one_of("resume", given["resume"], ("checked", "trust", "replay"))
+    _check_one_of("at_end", given["at_end"], ("stop", "pad", "repeat"))
     _check_whole("snapshot_every_n_steps", given["snapshot_every_n_steps"], 1)
     _check_whole("worker_restarts", given["worker_restarts"], 0)
     _check_whole("lanes", given["lanes"], 1)
@@ -92,31 +107,102 @@ def check_options(given: dict[str, Any]) -> Options:
     if seed is not None and given["generator"] is not None:
         raise ValueError("seed and generator both say where random numbers come from: pass one of them.")
     share, sharded = _share(given["dp_rank"], given["dp_world_size"], given["mesh"])
+    share, sharded = _adopt(given, share, sharded)
+    group = given["group"]
+    if group is not None:
+        share, sharded = _check_group(group, share, sharded), True
+    elif given["mesh"] is not None and share.world > 1:
+        group = given["mesh"].get_group()
+    if given["at_end"] == "pad" and share.world > 1 and group is None:
+        raise ValueError(
+            f'at_end="pad" on {share.world} ranks needs to know when the last of them is done: pass group= (the '
+            "process group of the data-parallel ranks; gloo will do), or mesh=."
+        )
+    every = given["snapshot_every_n_steps"]
+    return Options(
+        seed, given["seed_by"], given["lanes"], share, sharded, given["resume"], every, given["at_end"], group,
+        _check_lineage(given["lineage"], given["dataset"]),
+    )  # fmt: skip
+
+
+def _check_lineage(asked: Any, dataset: Any) -> bool:
+    if not isinstance(asked, bool):
+        raise TypeError(f"lineage must be True or False, but got lineage={asked!r}.")
+    if asked and not (isinstance(dataset, LaneStream) and "lineage" in inspect.signature(dataset.open).parameters):
+        raise ValueError(
+            f"lineage=True is for streams, whose rows come from files; nothing is known of those of a "
+            f"{type(dataset).__qualname__}.\nLeave lineage out, or make a stream of it with from_map or from_iterable."
+        )
+    return asked
+
+
+def planned_lanes(dataset: Any, num_workers: int, options: Options) -> int:
+    """The lanes of an iterable dataset: those asked for, or one a worker and rank, and 64 at least for a stream.
+
+    Raises ``LaneError`` where an owner would have none.
+    """
+    world = options.share.world
+    default = max(1, num_workers) * world
+    if isinstance(dataset, LaneStream):
+        default = max(default, dataset.default_lanes)
+    lanes = plan_lanes(options.lanes, default, num_workers, world)
+    if lanes % world:
+        say_once(
+            f"{lanes} lanes do not divide evenly among {world} ranks: nothing is lost or repeated, but the rows of a "
+            "global step differ from those on another number of ranks."
+        )
+    return lanes
+
+
+def _adopt(given: Mapping[str, Any], share: Share, sharded: bool) -> tuple[Share, bool]:
+    """The share of a DistributedSampler, where there is one."""
     sampler = given["sampler"]
     if type(given["batch_sampler"]) is BatchSampler:
         sampler = given["batch_sampler"].sampler
-    if isinstance(sampler, DistributedSampler) and not adoptable(sampler):
-        if sharded:
+    if not isinstance(sampler, DistributedSampler):
+        return share, sharded
+    if not adoptable(sampler):
+        if sharded or given["group"] is not None:
             raise ValueError(
                 f"{type(sampler).__qualname__} shares out the rows itself, and dp_rank and dp_world_size would do it "
                 "a second time. Leave the dp arguments out."
             )
-    elif isinstance(sampler, DistributedSampler):
-        adopted = Share(sampler.rank, sampler.num_replicas)
-        if sharded and share != adopted:
-            raise ValueError(
-                f"The DistributedSampler is for rank {adopted.rank} of {adopted.world}, but dp_rank={share.rank} and "
-                f"dp_world_size={share.world} were given. Leave the dp arguments out: the sampler's are adopted."
-            )
-        share, sharded = adopted, True
-    return Options(
-        seed, given["seed_by"], given["lanes"], share, sharded, given["resume"], given["snapshot_every_n_steps"]
-    )
+        return share, sharded
+    adopted = Share(sampler.rank, sampler.num_replicas)
+    if sharded and share != adopted:
+        raise ValueError(
+            f"The DistributedSampler is for rank {adopted.rank} of {adopted.world}, but dp_rank={share.rank} and "
+            f"dp_world_size={share.world} were given. Leave the dp arguments out: the sampler's are adopted."
+        )
+    return adopted, True
+
+
+def _check_group(group: Any, share: Share, sharded: bool) -> Share:
+    """The share of this rank in a process group, held against the one that was given otherwise."""
+    if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
+        raise TypeError(
+            f"group must be a process group of torch.distributed that this process is in, but got group={group!r}.\n"
+            "Pass the group of the data-parallel ranks: torch.distributed.group.WORLD, or what new_group() returned."
+        )
+    found = Share(group.rank(), group.size())
+    if sharded and share != found:
+        raise ValueError(
+            f"In the group this is rank {found.rank} of {found.world}, but it was said to be dp rank {share.rank} of "
+            f"{share.world}. Pass the group of the data-parallel ranks; the rank is taken from it."
+        )
+    return found
 
 
 def check_order(order: MapOrder, options: Options) -> None:
-    """Refuse an order that ranks would not share, and ranks that would have no part in it."""
+    """Refuse an order that ranks would not share or that cannot repeat, and ranks that would have no part in it."""
     rank, world = order.share.rank, order.share.world
+    drawn_by_user = order.kind == "drawn" and not order.random_without_generator
+    if options.at_end == "repeat" and (order.by_batch or drawn_by_user or order.kind in ("distributed", "custom")):
+        raise ValueError(
+            'at_end="repeat" needs an order that each epoch has by itself, and a sampler, a batch sampler or a '
+            "generator of your own has not: its next order follows from the last.\n"
+            'Use shuffle=True with a seed, or at_end="stop" or "pad".'
+        )
     if world > 1 and options.seed is None and order.random_without_generator:
         raise ValueError(
             f"{world} ranks would each draw an order of their own: a random order on several ranks needs seed=, the "
@@ -126,7 +212,7 @@ def check_order(order: MapOrder, options: Options) -> None:
         total = order.total()
     except TypeError:  # a sampler without a length
         return
-    if world > 1 and total <= rank:
+    if world > 1 and total <= rank and order.ends != "pad":
         raise LaneError(
             f"Rank {rank} of {world} has no data: an epoch has {total} {'batches' if order.by_batch else 'rows'}.\n"
             f"Use at most {total} ranks, or more data."
@@ -213,6 +299,24 @@ def tell_of_own_state(dataset: Any) -> None:
         say_once(
             f"{type(dataset).__qualname__} is map-style, and has a state of its own. It is not part of the position: "
             "a sample has to be a function of its index (and of the random numbers of its place)."
+        )
+
+
+def tell_of_rest(position: Position, order: MapOrder | None) -> None:
+    """Say what an epoch leaves that all ranks end together."""
+    if isinstance(position, LanesPosition):
+        lanes = sorted(position.turns())
+        some = ", ".join(map(str, lanes[:8])) + (", ..." if len(lanes) > 8 else "")
+        left = f"lanes of this rank that had not come to their end are {some}" if lanes else ""
+    elif order is None or order.kind == "custom" or not isinstance(position, MapPosition):
+        return
+    else:
+        rows = order.total() - position.rows
+        left = f"of {order.total()} rows they are the last {rows}" if rows > 0 else ""
+    if left:
+        say_once(
+            f'At the end of an epoch at_end="stop" leaves the rows of a step that some rank cannot fill: {left}.\n'
+            'A position that is saved then and loaded on other ranks delivers them; at_end="pad" leaves none.'
         )
 
 

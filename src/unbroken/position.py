@@ -12,92 +12,21 @@ from typing import Any, final
 
 import orjson
 
+from unbroken.anchor import Anchor
 from unbroken.errors import InvalidState
 from unbroken.ledger import fold
+from unbroken.made import Made, Turn
 from unbroken.state import checked_sampler, fragment, resealed, whole
 
-__all__ = ["Anchor", "LanePosition", "LanesPosition", "Made", "MapPosition", "Position"]
-
-_WITNESSES = 8
-
-
-@final
-@dataclass(slots=True)
-class Made:
-    """One turn of a lane as the cursor made it: its samples, how many, and what was captured on the way.
-
-    ``digests`` are those of the last samples of the turn, one or more: the place is checked by them on a resume.
-
-    ``capture`` is ``(at, before, after)``: the sealed states before and after sample ``at - 1``; the first is None
-    where ``after`` stands alone. ``opened`` is the sealed state at the opening of the epoch, sent once. A turn of an
-    exhausted lane has ``ended`` and its ``carry``.
-    """
-
-    samples: list[Any] = field(default_factory=list)
-    number: int = 0
-    digests: list[int] = field(default_factory=list)
-    capture: tuple[int, str | None, str | None] | None = None
-    opened: tuple[int, str | None] | None = None
-    carry: str | None = None
-    ended: bool = False
-    unaware: bool = False
-    """Whether the dataset never looked at its worker info (told with the first turn)."""
-
-    def __reduce__(self) -> tuple[type[Made], tuple[Any, ...]]:
-        """A turn on its way from a worker: its samples travel by themselves."""
-        return Made, ([], self.number, self.digests, self.capture, self.opened, self.carry, self.ended, self.unaware)
-
-
-@final
-@dataclass(slots=True)
-class Anchor:
-    """A sealed state at sample ``at`` (or those before and after sample ``at - 1``), and the digests that must come
-    again when a resume starts here.
-
-    The first samples made after an opening run under the opening's own random numbers, so witnesses are taken from
-    ``wait`` batches later on. Neighbours that differ fix the place: no shift by one matches both. An anchor at 0 is
-    the start of the epoch, whose place is known.
-    """
-
-    at: int
-    before: str | None
-    after: str | None
-    wait: int = 0
-    first_witness: int = 0
-    witnesses: list[int] = field(default_factory=list)
-
-    @property
-    def fixed(self) -> bool:
-        return self.at == 0 or len(set(self.witnesses)) > 1
-
-    def fields(self) -> dict[str, Any]:
-        """What of it is saved. Of many witnesses the last are kept: the neighbours that differ came last."""
-        kept = self.witnesses[-_WITNESSES:]
-        return {
-            "at": self.at,
-            "before": fragment(self.before),
-            "after": fragment(self.after),
-            "first_witness": self.first_witness + len(self.witnesses) - len(kept),
-            "witnesses": kept,
-        }
-
-    def witness(self, first: int, digests: list[int]) -> None:
-        """Take note of a delivered batch by the digests of its last samples, the first of which is ``first``.
-
-        Neighbouring samples are what tells a shift: that some pass and others differ need not.
-        """
-        if self.wait:
-            self.wait -= 1
-        elif self.first_witness + len(self.witnesses) == first:
-            self.witnesses.extend(digests)
-        else:
-            self.first_witness, self.witnesses = first, list(digests)
+__all__ = ["LanePosition", "LanesPosition", "MapPosition", "Position"]
 
 
 @final
 @dataclass(slots=True)
 class LanePosition:
     """The position of one lane: epoch, turns and samples delivered in it, and how to make the rest.
+
+    Where lanes go on with epochs of their own, ``turns`` counts on over them: whose turn it is must not start anew.
 
     ``sizes`` lists ``[first sample, batch size]`` wherever the batch size changed in this epoch: random numbers
     are seeded per batch, so samples that are made again need the bounds of the batches they were in.
@@ -140,6 +69,16 @@ class LanePosition:
             else:
                 self.newer[1:] = [anchor]
 
+    def deliver_row(self, turn: Turn) -> None:
+        """Count a delivered row of a stream that is under way: the same as ``deliver``, and less to look at."""
+        self._json = None
+        self.turns += 1
+        self.delivered = turn.at
+        self.last = turn.digest
+        count, rolling = self.ledger
+        self.ledger = count + 1, fold(rolling, [turn.digest])
+        self.anchor = Anchor(turn.at, None, turn.state)
+
     def _promote(self, first: int, digests: list[int]) -> None:
         for candidate in self.newer:
             candidate.witness(first, digests)
@@ -168,6 +107,18 @@ class LanePosition:
         self.ended = False
         self.last = self.anchor = None
         self.newer, self.sizes = [], []
+
+    def roll(self, carry: str | None) -> None:
+        """Go on with the next epoch while other lanes are in theirs; ``turns`` counts on."""
+        turns = self.turns
+        self.ended, self.carry = True, carry
+        self.next_epoch(None)
+        self.turns = turns
+
+    @property
+    def dropped(self) -> bool:
+        """Whether its epoch has ended without yielding anything. Where lanes go on, such a one does not."""
+        return self.ended and not self.delivered
 
     def copy(self) -> LanePosition:
         """Another one at the same place, which moves on its own."""
@@ -230,13 +181,15 @@ class Position(ABC):
     """Where a rank stands in a run: ``step`` batches delivered over all epochs, ``began`` of them before this epoch.
 
     ``run`` is the run's key. Ranks may end an epoch at different steps, so they agree about the steps of an epoch only.
-    ``epochs`` are the ``epoch`` attributes that the user's dataset and sampler had when the epoch began.
+    ``epochs`` are the ``epoch`` attributes that the user's dataset and sampler had when the epoch began. ``stopped``:
+    all ranks ended the epoch together, before the first step that some rank could not fill.
     """
 
     step: int
     began: int
     run: int | None
     epochs: dict[str, int]
+    stopped: bool
 
     @property
     @abstractmethod
@@ -260,20 +213,27 @@ class Position(ABC):
 @final
 @dataclass(slots=True)
 class LanesPosition(Position):
-    """The lanes of one rank."""
+    """The lanes of one rank. Where each goes on with its own epochs, ``noted`` is the one that ``epochs`` are of."""
 
     lanes: dict[int, LanePosition]
     step: int = 0
     began: int = 0
     run: int | None = None
     epochs: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False
+    noted: int | None = None
 
     @property
     def epoch(self) -> int:
         return min(lane.epoch for lane in self.lanes.values())
 
-    def turns(self) -> dict[int, int]:
-        """The turns taken by each lane that has more in this epoch. A lane that is ahead waits for the others."""
+    def turns(self, *, endless: bool = False) -> dict[int, int]:
+        """The turns taken by each lane that has more in this epoch. A lane that is ahead waits for the others.
+
+        ``endless``: each goes on with its own next epoch, but one that yielded nothing in a whole epoch.
+        """
+        if endless:
+            return {n: lane.turns for n, lane in self.lanes.items() if not lane.dropped}
         epoch = self.epoch
         return {n: lane.turns for n, lane in self.lanes.items() if lane.epoch == epoch and not lane.ended}
 
@@ -281,13 +241,22 @@ class LanesPosition(Position):
     def mid_epoch(self) -> bool:
         return any(lane.delivered or lane.ended for lane in self.lanes.values())
 
-    def settle(self, pristine: str | None) -> None:
-        """After a load: where no lane has more in this epoch, go on with the next."""
-        if not self.turns():
+    def settle(self, pristine: str | None, *, alone: bool = True) -> None:
+        """After a load: where no lane has more in this epoch, go on with the next, if this rank is to do so ``alone``.
+
+        A lane that yielded nothing stayed behind while the others went on with epochs of their own: it rejoins them.
+        """
+        others = [lane.epoch for lane in self.lanes.values() if not lane.dropped]
+        for lane in self.lanes.values():
+            if others and lane.dropped and lane.epoch < min(others) - 1:
+                lane.epoch = min(others) - 2
+                lane.roll(lane.carry)
+                lane.ended = True
+        if alone and not self.turns():
             self.next_epoch(pristine)
 
     def next_epoch(self, pristine: str | None) -> None:
-        epoch, self.began = self.epoch, self.step
+        epoch, self.began, self.stopped, self.noted = self.epoch, self.step, False, None
         for lane in self.lanes.values():
             if lane.epoch == epoch:  # others came from a rank that had begun the next already
                 lane.next_epoch(pristine)
@@ -313,9 +282,9 @@ class LanesPosition(Position):
         lanes, heads = {}, []
         for lane, name, leaf in leaves:
             position = lanes[lane] = LanePosition.from_json(leaf.get("lane"), name, exact)
-            step, began, run, epochs = _head_of(leaf, name)
-            heads.append((-position.epoch, step - began, step, began, run, epochs))
-        return LanesPosition(lanes, *max(heads, key=lambda head: head[:3])[2:])
+            head = _head_of(leaf, name)
+            heads.append(((-position.epoch, head[0] - head[1], head[0]), head))
+        return LanesPosition(lanes, *max(heads, key=lambda found: found[0])[1])
 
 
 @final
@@ -335,20 +304,25 @@ class MapPosition(Position):
     sampler: dict[str, Any] | None = None
     epochs: dict[str, int] = field(default_factory=dict)
     cursor: LanePosition = field(default_factory=LanePosition)
+    stopped: bool = False
 
     @property
     def mid_epoch(self) -> bool:
         return self.rows > 0
 
-    def deliver(self, rows: int, digest: int) -> None:
-        """Count a delivered batch, whose last sample has this digest; ``rows`` of the global order are done with it."""
+    def deliver(self, rows: int, digest: int | None) -> None:
+        """Count a delivered batch, whose last sample has this digest; ``rows`` of the global order are done with it.
+
+        A batch with no row in it has no digest.
+        """
         self.rows = rows
         self.step += 1
-        self.ledger = fold(self.ledger, [digest])
+        if digest is not None:
+            self.ledger = fold(self.ledger, [digest])
 
     def next_epoch(self, pristine: str | None) -> None:
         self.epoch += 1
-        self.rows, self.began = 0, self.step
+        self.rows, self.began, self.stopped = 0, self.step, False
         self.sampler = None
         self.cursor.next_epoch(pristine)
 
@@ -370,7 +344,7 @@ class MapPosition(Position):
     def from_leaf(leaf: Mapping[str, Any], name: str) -> MapPosition:
         """Read a leaf. Raises ``InvalidState`` where a field is missing or of another type."""
         try:
-            step, began, run, epochs = _head_of(leaf, name)
+            step, began, run, epochs, stopped, _ = _head_of(leaf, name)
             return MapPosition(
                 epoch=whole(leaf["epoch"]),
                 rows=whole(leaf["rows"]),
@@ -381,20 +355,27 @@ class MapPosition(Position):
                 sampler=checked_sampler(leaf["sampler"]),
                 epochs=epochs,
                 cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
+                stopped=stopped,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
 
-def _head_of(leaf: Mapping[str, Any], name: str) -> tuple[int, int, int | None, dict[str, int]]:
+def _head_of(leaf: Mapping[str, Any], name: str) -> tuple[int, int, int | None, dict[str, int], bool, int | None]:
+    """The fields of ``_leaf``. Those that are seldom needed may be missing."""
     try:
         epochs = {name: whole(epoch) for name, epoch in leaf["epochs"].items()}
         run = None if leaf["run"] is None else whole(leaf["run"])
-        return whole(leaf["step"]), whole(leaf["began"]), run, epochs
+        noted = None if leaf.get("noted") is None else whole(leaf["noted"])
+        return whole(leaf["step"]), whole(leaf["began"]), run, epochs, bool(leaf.get("stopped")), noted
     except (KeyError, ValueError, AttributeError) as error:
         raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
 
 def _leaf(position: Position, **fields: Any) -> str:
     head = {"step": position.step, "began": position.began, "run": position.run, "epochs": position.epochs}
+    if position.stopped:
+        head["stopped"] = True
+    if isinstance(position, LanesPosition) and position.noted is not None:
+        head["noted"] = position.noted
     return orjson.dumps(head | fields).decode()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 
 from unbroken.ledger import digest
-from unbroken.position import Made, MapPosition
+from unbroken.made import Made
+from unbroken.position import MapPosition
 from unbroken.seeding import Permutation, key
 from unbroken.state import seal, unseal
 
@@ -49,13 +50,22 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class Step:
     """One batch to come: its indices (one, unbatched), the place of the first in the global order, the distance between
-    them there, and the rows of the global order that are done with it. ``made`` is the turn of a custom sampler."""
+    them there, and the rows of the global order that are done with it. ``made`` is the turn of a custom sampler.
+
+    ``empty``: this rank has no row left for the step, and the row it names is one of another rank, to show the shape of
+    a batch. Where epochs follow one another without an end, ``epoch`` is that of the first index, ``length`` the rows
+    of an epoch, and ``over`` how many epochs have ended with the step.
+    """
 
     indices: Any
     place: int
     stride: int
     rows: int
     made: Made | None = None
+    empty: bool = False
+    epoch: int | None = None
+    length: int = 0
+    over: int = 0
 
 
 @final
@@ -63,8 +73,9 @@ class MapOrder:
     """The order of a map-style dataset under torch's arguments.
 
     ``kind`` is ``"sequential"``, ``"permutation"`` (shuffled, with a seed), ``"drawn"`` (by torch's own random
-    samplers),
-    ``"distributed"`` or ``"custom"``.
+    samplers), ``"distributed"`` or ``"custom"``. ``ends`` is the end of an epoch on several ranks: each ends
+    ``"alone"``, all ``"stop"`` before the first step that some rank cannot fill, or those that ran out ``"pad"``; or
+    epochs ``"repeat"``. The order is known to each rank, so none has to ask another.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class MapOrder:
         drop_last: bool,
         share: Share,
         shuffled_by: int | None,
+        ends: str = "alone",
     ) -> None:
         self.by_batch = batch_size is None and batch_sampler is not None
         self.base = sampler if batch_sampler is None or not self.by_batch else batch_sampler
@@ -86,6 +98,7 @@ class MapOrder:
         self.size = batch_size or 1
         self.drop_last = drop_last
         self.share = share
+        self.ends = ends
         self._shuffled_by = shuffled_by
         self.kind = _kind_of(self.base) if shuffled_by is None else "permutation"
         if self.kind == "distributed":
@@ -102,14 +115,31 @@ class MapOrder:
 
     def batches(self) -> int:
         """The batches of an epoch that this rank takes."""
-        rank, world = self.share.rank, self.share.world
+        total, size = self.total(), self.size
         if self.by_batch:
-            total = self.total()
             if self.kind != "custom":
-                total = total // self.size if self.drop_last else -(-total // self.size)
-            return max(0, -(-(total - rank) // world))
-        mine = max(0, -(-(self.total() - rank) // world))
-        return mine // self.size if self.drop_last else -(-mine // self.size)
+                total = total // size if self.drop_last else -(-total // size)
+            size = 1
+        whole, left = divmod(total, size * self.share.world)
+        if self.ends == "repeat":  # the last rows of an epoch are in a step with the first of the next
+            return whole + (left > 0)
+        return whole + (self._part(left, self.share.rank) != "none")
+
+    @property
+    def _least(self) -> int:
+        """The fewest rows (or batches, of a batch sampler) that a rank makes a step of."""
+        return self.size if self.drop_last and not self.by_batch else 1
+
+    def _part(self, number: int, offset: int) -> str:
+        """What a rank has of a step of ``number`` rows, the first of its own at ``offset``: ``"rows"``, an ``"empty"``
+        batch, or ``"none"``, and the epoch is over.
+        """
+        world, least = self.share.world, self._least
+        if self.ends == "stop":
+            return "rows" if number // world >= least else "none"
+        if -(-(number - offset) // world) >= least:
+            return "rows"
+        return "empty" if self.ends == "pad" and -(-number // world) >= least else "none"
 
     def describe(self) -> dict[str, Any]:
         """The fields of the fingerprint that are the order's."""
@@ -156,11 +186,11 @@ class MapOrder:
             size = self.share.world * (1 if self.by_batch else self.size)
             return self._custom_steps(position.rows, make(size), lambda: make(size))
         block, total = self._block(position, seeded), self.total()
-        return (
-            self._batch_steps(block, total, position.rows)
-            if self.by_batch
-            else self._row_steps(block, total, position.rows)
-        )
+        if self.ends == "repeat":
+            return self._endless_steps(block, total, replace(position), seeded)
+        if self.by_batch:
+            return self._batch_steps(block, total, position.rows)
+        return self._row_steps(block, total, min(position.rows, total))
 
     def _block(self, position: MapPosition, seeded: bool) -> Block:
         run, epoch, total = position.run or 0, position.epoch, self.total()
@@ -208,47 +238,98 @@ class MapOrder:
                 return order
         return list(alone)
 
+    def _whole_steps(self, block: Block, start: int, stop: int) -> Iterator[Step]:
+        """The steps of the rows from ``start`` to ``stop``, all of them full on every rank."""
+        world, stride = self.share.world, self.size * self.share.world
+        offset, ahead = (self.share.rank - start) % world, max(1, _ROWS_AT_ONCE // self.size) * stride
+        for begin in range(start, stop, ahead):
+            rows = block(begin + offset, min(begin + ahead, stop), world)
+            for number in range(0, len(rows), self.size):
+                done = begin + number * world + stride
+                yield Step(
+                    self._indices(rows[number : number + self.size]), begin + offset + number * world, world, done
+                )
+
+    def _indices(self, rows: Sequence[int]) -> Any:
+        return list(rows) if self.batched else rows[0]
+
     def _row_steps(self, block: Block, total: int, start: int) -> Iterator[Step]:
         world, stride = self.share.world, self.size * self.share.world
-        first = start + (self.share.rank - start) % world
-        ahead = max(1, _ROWS_AT_ONCE // self.size) * stride
-        for begin in range(first, total, ahead):
-            rows = block(begin, min(begin + ahead, total), world)
-            for number in range(0, len(rows), self.size):
-                indices = rows[number : number + self.size]
-                if len(indices) < self.size and self.drop_last:
-                    return
-                place = begin + number * world
-                done = min(total, start + (place - first) + stride)
-                yield Step(list(indices) if self.batched else indices[0], place, world, done)
+        stop = start + (total - start) // stride * stride
+        yield from self._whole_steps(block, start, stop)
+        offset = (self.share.rank - stop) % world
+        part = self._part(total - stop, offset)
+        if part == "rows":
+            yield Step(self._indices(block(stop + offset, total, world)), stop + offset, world, total)
+        elif part == "empty":
+            yield Step(self._indices(block(stop, stop + 1, 1)), stop, world, total, empty=True)
+
+    def _endless_steps(self, block: Block, total: int, position: MapPosition, seeded: bool) -> Iterator[Step]:
+        """One epoch after another: a step may hold the last rows of one and the first of the next."""
+        rank, world, stride = self.share.rank, self.share.world, self.size * self.share.world
+        epoch, stop = position.epoch, position.rows
+        before, blocks = epoch, {epoch: block}
+
+        def block_of(epoch: int) -> Block:
+            if epoch not in blocks:
+                blocks[epoch] = self._block(MapPosition(epoch=epoch, run=position.run), seeded)
+            return blocks[epoch]
+
+        while True:
+            epoch, start = epoch + stop // total, stop % total
+            for earlier in [number for number in blocks if number < epoch]:
+                del blocks[earlier]
+            stop = start + (total - start) // stride * stride
+            for step in self._whole_steps(block_of(epoch), start, stop):
+                over, rows = divmod(step.rows, total)
+                yield replace(step, rows=rows, epoch=epoch, length=total, over=epoch + over - before)
+                before = epoch + over
+            if stop == total:
+                continue
+            indices: list[int] = []
+            at = place = stop + (rank - stop) % world
+            while len(indices) < self.size:
+                later, inside = divmod(at, total)
+                end = min(total, inside + (self.size - len(indices)) * world)
+                indices += block_of(epoch + later)(inside, end, world)
+                at = place + len(indices) * world
+            stop += stride
+            over, rows = divmod(stop, total)
+            later, place = divmod(place, total)
+            yield Step(
+                self._indices(indices), place, world, rows, None, False, epoch + later, total, epoch + over - before
+            )
+            before = epoch + over
 
     def _batch_steps(self, block: Block, total: int, start: int) -> Iterator[Step]:
-        world, size = self.share.world, self.size
-        begin = -(-start // size)
-        mine = begin + (self.share.rank - begin) % world
-        while mine * size < total:
-            stop = min((mine + 1) * size, total)
-            if stop - mine * size < size and self.drop_last:
+        rank, world, size = self.share.rank, self.share.world, self.size
+        number = total // size if self.drop_last else -(-total // size)
+        for begin in range(-(-start // size), number, world):
+            offset = (rank - begin) % world
+            part = self._part(min(world, number - begin), offset)
+            if part == "none":
                 return
-            done = min(total, (mine - (self.share.rank - begin) % world + world) * size)
-            yield Step(list(block(mine * size, stop, 1)), mine * size, 1, done)
-            mine += world
+            mine = begin + (offset if part == "rows" else 0)
+            rows = block(mine * size, min((mine + 1) * size, total), 1)
+            yield Step(list(rows), mine * size, 1, min(total, (begin + world) * size), empty=part == "empty")
 
     def _custom_steps(self, start: int, made: Made, make: Callable[[], Made]) -> Iterator[Step]:
         rank, world = self.share.rank, self.share.world
         while not made.ended:
-            offset = (rank - start) % world
-            mine = made.samples[offset::world]
-            if not mine or (self.drop_last and not self.by_batch and len(mine) < self.size):
+            offset, number = (rank - start) % world, len(made.samples)
+            part = self._part(number, offset)
+            if part == "none":
                 while not made.ended:  # its state at the end is carried into the next epoch
                     made = make()
                 return
+            offset = offset if part == "rows" else 0
+            mine = made.samples[offset::world] if part == "rows" else made.samples[:1]
             indices = mine[0] if self.by_batch or not self.batched else mine
             place = start + offset
             if self.by_batch:  # batches are of any size: room for the places of their rows
                 place <<= 32
-            yield Step(indices, place, 1 if self.by_batch else world, start + len(made.samples), made)
-            start += len(made.samples)
+            yield Step(indices, place, 1 if self.by_batch else world, start + number, made, empty=part == "empty")
+            start += number
             made = make()
 
 

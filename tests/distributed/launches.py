@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 from tests.distributed.loaders import write_corpus
 from tests.distributed.program import Run
 
-__all__ = ["KINDS", "Launches", "RunOfRanks", "Step", "flat"]
+__all__ = ["KINDS", "Launches", "RunOfRanks", "Step", "flat", "torchrun"]
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 110
@@ -30,6 +30,22 @@ class Step(NamedTuple):
     epoch: int
     rows: list[Any]
     ended: bool
+
+
+def torchrun(ranks: int, module: str, *arguments: str) -> None:
+    """Run a module on some ranks. Raises ``RuntimeError`` with what they said where one fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", module, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **output) as process:
+        try:
+            said, _ = process.communicate(timeout=SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode != 0:
+        raise RuntimeError(f"torchrun ended with {process.returncode}:\n{said}")
 
 
 @final
@@ -148,18 +164,7 @@ class Launches:
         out.mkdir()
         plan = out / "plan.json"
         plan.write_text(json.dumps({"corpus": str(self.corpus), "runs": [asdict(run) for run in runs]}))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "tests.distributed.program", str(plan), str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **output) as process:
-            try:
-                said, _ = process.communicate(timeout=SECONDS)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        if process.returncode != 0:
-            raise RuntimeError(f"torchrun ended with {process.returncode}:\n{said}")
+        torchrun(ranks, "tests.distributed.program", str(plan), str(out))
         texts = [(out / f"rank-{rank}.jsonl").read_text() for rank in range(ranks)]
         logs = [[json.loads(line) for line in text.splitlines()] for text in texts]
         return {

@@ -22,7 +22,8 @@ from unbroken.engine.cursor import Cursor, Rules
 from unbroken.engine.opening import StreamOpening, TorchOpening, lane_info
 from unbroken.errors import InexactDataset, InvalidState, UnsealableState
 from unbroken.lanes import Lane
-from unbroken.position import LanePosition, LanesPosition, Made
+from unbroken.made import Made
+from unbroken.position import LanePosition, LanesPosition
 from unbroken.seeding import isolated
 
 

@@ -101,6 +101,48 @@ def test_an_epoch_that_was_closed_goes_on_where_it_was(num_workers: int) -> None
     assert batches(epoch) == [[4, 5], [6, 7]]
 
 
+@pytest.mark.parametrize("failure", [OSError("not now"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("dataset", [ds.WellBehaved, ds.Late, ds.OwnIterator, ds.StateOnBoth])
+def test_after_an_error_in_the_very_first_turn_the_lane_begins_again(
+    dataset: Any, lanes: int, at: int, failure: BaseException
+) -> None:
+    """The dataset has moved on, and nothing was delivered that a position could name."""
+    expected = [row for batch in batches(StatefulDataLoader(dataset(8), batch_size=2, lanes=lanes)) for row in batch]
+    seen: list[Any] = []
+
+    class Failing(dataset):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            return Watched(super().__iter__(), self)
+
+    class Watched:
+        def __init__(self, rows: Any, owner: Any) -> None:
+            self.rows = rows
+            if hasattr(rows, "state_dict") and rows is not owner:
+                self.state_dict, self.load_state_dict = rows.state_dict, rows.load_state_dict
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            seen.append(None)
+            if len(seen) == at + 1:
+                raise failure
+            return next(self.rows)
+
+    epoch = iter(StatefulDataLoader(Failing(8), batch_size=2, lanes=lanes))
+    found: list[Any] = []
+    while True:
+        try:
+            found += next(epoch).tolist()
+        except StopIteration:
+            break
+        except BaseException as error:
+            assert error is failure
+    assert found == expected
+
+
 @WORKERS
 def test_a_load_in_mid_epoch_repositions_the_live_one(num_workers: int) -> None:
     """Case 6."""

@@ -18,6 +18,7 @@ from unbroken.engine.cursor import Rules
 from unbroken.engine.host import MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.inline import Inline
 from unbroken.lanes import Lane
+from unbroken.made import Made, Turn
 from unbroken.position import LanePosition
 from unbroken.seeding import read_globals, write_globals
 
@@ -88,7 +89,8 @@ def test_rows_of_a_stream_come_one_by_one() -> None:
     reply = engine.collect(engine.submit(0, task))
     rows, layout, failure = reply.made
     assert [lane for lane, _, _ in rows] == [0, 1, 0, 1, 0, 1]
-    assert [made.ended for _, _, made in rows] == [False] * 5 + [True]
+    assert [type(made) for _, _, made in rows] == [Made, Made, Turn, Turn, Turn, Made]  # the first of a lane tell more
+    assert [made.at for _, _, made in rows[2:5]] == [2, 2, 3] and rows[5][2].ended
     assert (list(reply.batch), layout, failure) == ([0, 1, 2, 3, 4], None, None)
 
 

@@ -25,6 +25,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tests import datasets as ds
 from unbroken import StatefulDataLoader
+from unbroken.engine.cursor import Rules
+from unbroken.engine.host import MapTask, Plan
+from unbroken.engine.pool import Pool
 from unbroken.errors import UnbrokenError, WorkerDied, WorkerTimeout
 
 # torch's advice on a machine with few cores.
@@ -498,6 +501,40 @@ def test_a_batch_that_is_late_is_torchs_timeout_and_may_still_come() -> None:
 
 def test_batches_that_come_in_time_are_no_timeout() -> None:
     assert len(list(loader_over(lambda index: index, 40, timeout=60, num_workers=2))) == 20
+
+
+def test_whether_a_batch_is_there_is_told_without_waiting_for_it(tmp_path: Path) -> None:
+    """Ranks that vote count only what is made."""
+    gate = tmp_path / "open"
+
+    def act(index: int) -> int:
+        while index >= 2 and not gate.exists():
+            time.sleep(0.001)
+        return index
+
+    plan = Plan(Does(4, act), "map", Rules(run=1), 0, 1, True, None, None)
+    pool = Pool(plan, multiprocessing.get_context("fork"), 2, 0)
+    with contextlib.closing(pool):
+        pool.open(0, None, {})
+        first, second = (pool.submit(0, MapTask(0, i, 1, [i, i + 1])) for i in (0, 2))
+        wait_until(lambda: pool.ready(first), "the first batch does not come")
+        assert not pool.ready(second)
+        gate.touch()
+        wait_until(lambda: pool.ready(second), "the second batch does not come")
+        assert [pool.collect(ticket).batch.tolist() for ticket in (first, second)] == [[0, 1], [2, 3]]
+
+
+def test_a_worker_that_died_is_told_of_where_a_batch_is_only_asked_after() -> None:
+    plan = Plan(
+        Does(4, lambda index: os.kill(os.getpid(), signal.SIGKILL)), "map", Rules(run=1), 0, 1, True, None, None
+    )
+    pool = Pool(plan, multiprocessing.get_context("fork"), 2, 0)
+    with contextlib.closing(pool):
+        pool.open(0, None, {})
+        ticket = pool.submit(0, MapTask(0, 0, 1, [0, 1]))
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            wait_until(lambda: pool.ready(ticket), "its death is not noticed")
+        assert pool.ready(ticket)  # there is nothing to wait for
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

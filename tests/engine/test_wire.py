@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as arrays
 from torch.utils.data import default_collate
 
 from unbroken.engine.ring import Ring
-from unbroken.engine.wire import RowLayout, collate, decode, encode
+from unbroken.engine.wire import RowLayout, collate, decode, encode, stack_rows
 
 pytestmark = [
     # torch tells of these once, whoever does it.
@@ -528,9 +528,10 @@ def test_rows_written_into_their_places_are_the_batch_that_torch_collates(
         return
     assert all(RowLayout.of(row) == layout for row in rows)
     memory = np.full(layout.nbytes(number), 0xAB, np.uint8)
-    for place in data.draw(st.permutations(range(number))):
-        layout.write(memory, number, place, rows[place])
+    order = data.draw(st.permutations(range(number)))
+    assert all(layout.places(memory, number).put(place, rows[place]) for place in order)
     assert same(layout.batch(memory, number), default_collate(rows))
+    assert same(stack_rows(rows), default_collate(rows))
 
 
 @pytest.mark.parametrize(
@@ -555,6 +556,9 @@ def test_rows_written_into_their_places_are_the_batch_that_torch_collates(
 )
 def test_rows_that_are_no_dict_of_plain_arrays_have_no_layout(row: Any) -> None:
     assert RowLayout.of(row) is None
+    assert stack_rows([row, row]) is None
+    room = RowLayout.of({"a": np.ones(2)}).places(np.zeros(64, np.uint8), 1)  # type: ignore[union-attr]
+    assert not room.put(0, row)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +573,18 @@ def test_rows_that_are_no_dict_of_plain_arrays_have_no_layout(row: Any) -> None:
     ids=str,
 )
 def test_rows_of_another_shape_dtype_or_name_have_another_layout(other: Any) -> None:
-    assert RowLayout.of(other) not in (None, RowLayout.of({"a": np.zeros(2, "i8")}))
+    row = {"a": np.zeros(2, "i8")}
+    layout = RowLayout.of(row)
+    assert layout is not None and RowLayout.of(other) not in (None, layout)
+    memory = np.full(64, 0xAB, np.uint8)
+    assert not layout.places(memory, 1).put(0, other)
+    assert (memory == 0xAB).all()  # nothing of it was written
+    assert stack_rows([row, other]) is None
+
+
+def test_rows_of_a_dtype_that_numpy_lacks_are_stacked_too() -> None:
+    rows = [{"a": torch.full((2,), i, dtype=torch.bfloat16)} for i in range(3)]
+    assert same(stack_rows(rows), default_collate(rows))
 
 
 def test_tensors_and_arrays_of_one_dtype_share_a_layout() -> None:

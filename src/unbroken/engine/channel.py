@@ -31,6 +31,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._bytes = bytearray()
+        self._held = b""
         self._descriptors: deque[int] = deque()
 
     @staticmethod
@@ -51,8 +52,17 @@ class Channel:
         ``when_full`` is called where the way is full and something has come meanwhile, to take it in.
         Raises ``OSError`` where the other end is gone.
         """
+        self.hold(message)
+        self.flush(descriptor, when_full)
+
+    def hold(self, message: Any) -> None:
+        """Keep a message for the next ``flush`` or ``send``: one call of the system may carry several."""
         payload = pickle.dumps(message, 5)
-        view = memoryview(_LENGTH.pack(len(payload)) + payload)
+        self._held += _LENGTH.pack(len(payload)) + payload
+
+    def flush(self, descriptor: int | None = None, when_full: Callable[[], Any] | None = None) -> None:
+        """Send what is held, as ``send`` does it."""
+        view, self._held = memoryview(self._held), b""
         while view:
             try:
                 if descriptor is None:

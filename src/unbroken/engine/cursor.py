@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, final
 
+from unbroken.anchor import Anchor
 from unbroken.engine.opening import Opening, set_worker_info
 from unbroken.errors import InexactDataset, InvalidState
 from unbroken.ledger import digest
-from unbroken.position import Anchor, LanePosition, Made
+from unbroken.made import Made, Turn
+from unbroken.position import LanePosition
 from unbroken.seeding import Globals, key, seed_globals, write_globals
 
 __all__ = ["Cursor", "Report", "Rules"]
@@ -21,6 +23,7 @@ __all__ = ["Cursor", "Report", "Rules"]
 Report = Callable[[str, int, int], None]
 """Called now and then while samples are made again: what, samples made, samples to make."""
 
+_END = object()
 _CAPTURE_SHARE = 0.02
 _NEIGHBOURS = 3
 _TURNS_TO_FIX = 4
@@ -32,7 +35,8 @@ class Rules:
     """How the lanes of a run are made; the same for all of them.
 
     ``run`` is the run's key; ``capture_every`` is in turns of a lane, ``None`` adapts; ``word`` keeps the random
-    numbers of samplers and datasets apart; ``pristine`` is the dataset's own state before it was ever opened.
+    numbers of samplers and datasets apart; ``pristine`` is the dataset's own state before it was ever opened;
+    ``endless``: a lane goes on with its own next epoch; ``lineage``: a stream tells the origins of its rows.
     """
 
     run: int
@@ -42,6 +46,8 @@ class Rules:
     drop_last: bool = False
     word: str = "lane"
     pristine: str | None = None
+    endless: bool = False
+    lineage: bool = False
 
 
 @final
@@ -101,6 +107,21 @@ class Cursor:
         finally:
             set_worker_info(aside)
 
+    def row(self) -> tuple[Any, Turn] | Made:
+        """The next row of a stream and what to count of it; where there is more to tell than that, a turn of one."""
+        if self._iterator is None or self._exhausted or not self._opening.exact:
+            return self.make(1)
+        aside = set_worker_info(self._info)
+        try:
+            row = next(self._iterator, _END)
+            if row is not _END:
+                self._next += 1
+                origins = self._opening.origin() if self._rules.lineage else None
+                return row, Turn(self._next, digest(row), self._opening.capture(), origins)
+        finally:
+            set_worker_info(aside)
+        return self.make(1)
+
     def _produce(self, made: Made, size: int) -> None:
         began, rules = perf_counter(), self._rules
         plan = self._pace.plan(size) if self._opening.stateful else "none"
@@ -139,6 +160,8 @@ class Cursor:
             return False
         self._opened_now = False
         made.samples.append(sample)
+        if self._rules.lineage:
+            made.origins = self._opening.origin()
         self._next += 1
         return True
 

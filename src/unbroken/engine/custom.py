@@ -7,7 +7,8 @@ from typing import Any, final
 
 from unbroken.engine.cursor import Cursor, Rules
 from unbroken.engine.opening import TorchOpening
-from unbroken.position import Made, MapPosition
+from unbroken.made import Made
+from unbroken.position import MapPosition
 from unbroken.seeding import put_back_globals, read_globals, take_globals
 from unbroken.state import seal, unseal
 

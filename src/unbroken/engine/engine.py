@@ -33,7 +33,10 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, host: int, task: Any, lease: Any = None) -> int:
-        """Give a task to a host; returns its ticket. ``lease`` is the shared place that the rows of a stream go to."""
+        """Give a task to a host; returns its ticket. ``lease`` is the shared place that the rows of a stream go to.
+
+        Tasks for rows may wait for ``flush``, so that several go together.
+        """
 
     @abstractmethod
     def collect(self, ticket: int) -> Reply:
@@ -47,6 +50,13 @@ class Engine(ABC):
     def closed(self) -> bool:
         """Whether nothing more can be asked of it."""
         return False
+
+    def flush(self) -> None:  # noqa: B027 - where none waits there is nothing to do
+        """Send the tasks that wait."""
+
+    def ready(self, ticket: int) -> bool:
+        """Whether collecting a task would not wait for a worker."""
+        return True
 
     def least_busy(self) -> int:
         """The host that has the least to do."""

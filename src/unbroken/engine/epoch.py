@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from unbroken.engine.engine import Engine
-from unbroken.engine.feeds import Feed
+from unbroken.engine.feeds import Feed, Prepared
 from unbroken.engine.pinning import pin, should_pin
 
 __all__ = ["Epoch", "Run"]
@@ -52,6 +52,7 @@ class Epoch(Iterator[Any]):
         self._length = length
         self._delivered = 0
         self._feed: Feed | None = None
+        self._prepared: Prepared | None = None
         self._engine: Engine | None = None
         self._closer: weakref.finalize[Any, Any] | None = None
         self.finished = False
@@ -79,16 +80,21 @@ class Epoch(Iterator[Any]):
         if self._feed is None:
             self._start()
         while True:
+            feed: Feed = self._feed  # type: ignore[assignment]
             try:
-                batch = self._feed.make()  # type: ignore[union-attr]
+                if self._prepared is None:  # else it could not be pinned
+                    self._prepared = feed.make()
+                batch, record = self._prepared
                 if self._pin:
                     batch = pin(batch)
-                self._feed.commit()  # type: ignore[union-attr]
+                self._prepared = None
+                feed.commit(record)
                 break
             except Exception as error:
                 if not isinstance(error, StopIteration):
                     raise
-                going_on = self._resumed and self._delivered == 0
+                feed.end()
+                going_on = self._delivered == 0 and (self._resumed or feed.apart)
                 self._resumed = False
                 self._run.finish(self, going_on=going_on)
                 if not going_on:
@@ -122,14 +128,14 @@ class Epoch(Iterator[Any]):
         self._resumed, self._delivered = True, 0
 
     def _let_go(self) -> None:
-        self._feed = None
+        self._feed = self._prepared = None
         if self._closer is not None:
             self._closer()
             self._closer = self._engine = None
 
     def close(self) -> None:
         """End the workers of this pass; the next batch would start new ones."""
-        self._feed = None
+        self._feed = self._prepared = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None

@@ -1,8 +1,8 @@
 """What is handed out next, and what the position is then.
 
-A feed keeps its engine busy, collects batches in the order that the plan fixes, and moves the position with each one it
-hands out: for map-style datasets in the order of steps, for torch iterable datasets a turn (a batch of one lane) at a
-time, for streams a batch of consecutive turns (rows).
+A feed keeps its engine busy, collects batches in the order that the plan fixes, and moves the position with each one
+that is delivered: for map-style datasets in the order of steps, for torch iterable datasets a turn (a batch of one
+lane) at a time. Streams have theirs in ``rows``.
 """
 
 from __future__ import annotations
@@ -10,38 +10,61 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, final
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, final
 
-import torch
-from torch.utils.data import default_convert
-
+from unbroken.engine.cursor import Rules
+from unbroken.engine.empty import emptied
 from unbroken.engine.engine import Engine, Reply
-from unbroken.engine.host import MapTask, RowsTask, TurnTask
-from unbroken.engine.wire import RowLayout, collate, stacked
+from unbroken.engine.host import MapTask, TurnTask
 from unbroken.errors import LaneError, WorkerTimeout
 from unbroken.lanes import Turns
-from unbroken.position import LanesPosition, Made, MapPosition
+from unbroken.made import Made, Turn
+from unbroken.position import LanesPosition, MapPosition
 from unbroken.sampling import Step
-from unbroken.seeding import isolated, key
 
-__all__ = ["Batching", "Feed", "LaneFeed", "MapFeed", "RowFeed"]
+__all__ = ["Feed", "LaneFeed", "Lanes", "MapFeed", "Prepared"]
+
+
+@final
+class Prepared(NamedTuple):
+    """A batch that was made, and what there is to count when it is delivered."""
+
+    batch: Any
+    record: Any
 
 
 class Feed(ABC):
-    """Makes batches in order, and moves the position when one is handed out."""
+    """Makes batches in order, and moves the position when one is delivered.
+
+    Several may be made before the first of them is delivered; they are delivered in the order in which they were made.
+    """
 
     @abstractmethod
-    def make(self) -> Any:
+    def make(self) -> Prepared:
         """The next batch. Raises ``StopIteration`` at the end of the epoch, and what the dataset raises.
 
-        After an error of a lane, the next call starts again at the position; after ``WorkerTimeout`` it waits on.
+        After an error of a lane, all that was made has to be delivered before the next call, which starts again at the
+        position; after ``WorkerTimeout`` it waits on.
         """
 
     @abstractmethod
-    def commit(self) -> None:
-        """Count the batch that was made last as delivered."""
+    def commit(self, record: Any) -> None:
+        """Count a batch as delivered."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """All that was made is delivered, and there is no more: count what ended after the last batch."""
+
+    def ready(self) -> bool:
+        """Whether the next batch could be made now, without waiting for a worker."""
+        return True
+
+    @property
+    def apart(self) -> bool:
+        """Whether some lanes stand in a later epoch, so that this one may be over before it begins."""
+        return False
 
 
 @final
@@ -54,11 +77,10 @@ class MapFeed(Feed):
         self._steps = steps
         self._cursor_size = cursor_size
         self._queue: deque[tuple[int, Step]] = deque()
-        self._made: tuple[Step, int] | None = None
         self._broken: Exception | None = None
         engine.open(position.epoch, position.epochs.get("dataset"), {})
 
-    def make(self) -> Any:
+    def make(self) -> Prepared:
         self._fill(max(1, self._engine.hosts * self._engine.lookahead))
         if not self._queue:
             if self._broken is not None:
@@ -74,15 +96,23 @@ class MapFeed(Feed):
             raise
         self._queue.popleft()
         self._fill(self._engine.hosts * self._engine.lookahead)
-        self._made = step, reply.made
-        return reply.batch
+        if step.empty:
+            return Prepared(emptied(reply.batch), (step, None))
+        return Prepared(reply.batch, (step, reply.made))
 
-    def commit(self) -> None:
-        if self._made is not None:
-            step, digest = self._made
-            self._position.deliver(step.rows, digest)
-            if step.made is not None:
-                self._position.cursor.deliver(step.made, self._cursor_size)
+    def commit(self, record: tuple[Step, int | None]) -> None:
+        step, digest = record
+        for _ in range(step.over):
+            self._position.next_epoch(None)
+        self._position.deliver(step.rows, digest)
+        if step.made is not None:
+            self._position.cursor.deliver(step.made, self._cursor_size)
+
+    def end(self) -> None:
+        """Rows are counted with the batches that they are in."""
+
+    def ready(self) -> bool:
+        return not self._queue or self._engine.ready(self._queue[0][0])
 
     def _fill(self, number: int) -> None:
         while self._broken is None and len(self._queue) < number:
@@ -93,18 +123,26 @@ class MapFeed(Feed):
                 return
             if step is None:
                 return
-            task = MapTask(self._position.epoch, step.place, step.stride, step.indices)
+            epoch = self._position.epoch if step.epoch is None else step.epoch
+            task = MapTask(epoch, step.place, step.stride, step.indices, step.length)
             self._queue.append((self._engine.submit(self._engine.least_busy(), task), step))
 
 
-class _Lanes:
-    """The lanes of a rank in one epoch: whose turn it is, for delivery and for what is asked for ahead."""
+@final
+class Lanes:
+    """The lanes of a rank in one epoch: whose turn it is, for what is made and for what is asked for ahead.
 
-    def __init__(self, engine: Engine, position: LanesPosition, dp_world_size: int) -> None:
+    By the ``rules`` a lane may go on with its own next epoch. ``needed``: lanes that all yield nothing are an error.
+    """
+
+    def __init__(self, engine: Engine, position: LanesPosition, rules: Rules, *, needed: bool = False) -> None:
         self.engine = engine
         self.position = position
-        self.dp_world_size = dp_world_size
+        self.endless = rules.endless
+        self._pristine: str | None = None
+        self._needed = needed
         self.restart()
+        self._pristine = rules.pristine
 
     def restart(self) -> None:
         """Place every lane at its position; whatever was made ahead is forgotten."""
@@ -113,21 +151,42 @@ class _Lanes:
         self.planned = self.turns.copy()
         self.host_of = {number: place % self.engine.hosts for place, number in enumerate(position.lanes)}
         starts = {number: replace(lane) for number, lane in position.lanes.items()}
-        self.engine.open(position.epoch, position.epochs.get("dataset"), starts)
+        for start in starts.values():  # of the very first epoch; the dataset is not as it was before it was opened
+            if start.anchor is None and start.carry is None:
+                start.carry = self._pristine
+        epoch = position.epoch if position.noted is None else position.noted
+        self.engine.open(epoch, position.epochs.get("dataset"), starts)
 
     def count_turns(self) -> None:
         """Whose turn it is, from what was delivered."""
-        self.turns = Turns(self.position.turns())
+        self.turns = Turns(self.position.turns(endless=self.endless))
 
     def end_turns(self, number: int) -> None:
-        """A lane has no more turns in this epoch."""
+        """A lane has no more turns."""
         self.turns.end(number)
         self.planned.end(number)
 
+    def deliver(self, number: int, made: Made, size: int) -> None:
+        """A turn is delivered."""
+        lane = self.position.lanes[number]
+        if made.rolled:
+            lane.roll(made.carry)
+        lane.deliver(made, size)
+
+    def deliver_row(self, number: int, turn: Turn) -> None:
+        """A row of a stream is delivered."""
+        self.position.lanes[number].deliver_row(turn)
+
     def end(self, number: int, made: Made) -> None:
-        """All that a lane had in this epoch is delivered."""
-        self.position.lanes[number].end(made)
-        if not self.turns and self.dp_world_size > 1 and not any(p.turns for p in self.position.lanes.values()):
+        """All that a lane had is delivered."""
+        lane = self.position.lanes[number]
+        if made.rolled:
+            lane.roll(made.carry)
+        lane.end(made)
+
+    def check_data(self) -> None:
+        """There are no more turns: was there ever one? Raises ``LaneError`` where there had to be."""
+        if self.endless or (self._needed and not any(lane.turns for lane in self.position.lanes.values())):
             raise LaneError(
                 f"This rank has no data: its lanes {list(self.position.lanes)} yielded nothing in epoch "
                 f"{self.position.epoch}.\n"
@@ -138,44 +197,62 @@ class _Lanes:
 
 @final
 class LaneFeed(Feed):
-    """Batches of a torch iterable dataset: a turn is a batch, collated within its lane."""
+    """Batches of a torch iterable dataset: a turn is a batch, collated within its lane.
 
-    def __init__(self, engine: Engine, position: LanesPosition, size: int, dp_world_size: int) -> None:
-        self._lanes = _Lanes(engine, position, dp_world_size)
+    A record is a turn with its lane, and the lanes that had ended when it was made.
+    """
+
+    def __init__(self, lanes: Lanes, size: int) -> None:
+        self._lanes = lanes
         self._size = size
         self._ahead: dict[int, deque[int]] = {}
         self._undelivered = 0
         self._failed = False
-        self._made: tuple[int, Made] | None = None
+        self._made = False
+        self._ends: list[tuple[int, Made]] = []
         self._first_digests: dict[tuple[int, ...], int] = {}
 
-    def make(self) -> Any:
-        if self._failed:
-            self._lanes.restart()
-            self._ahead, self._undelivered, self._failed = {}, 0, False
+    def make(self) -> Prepared:
         lanes = self._lanes
+        if self._failed:
+            lanes.restart()
+            self._ahead, self._undelivered, self._failed, self._ends = {}, 0, False, []
         while lanes.turns:
             number = lanes.turns.peek()
             reply = self._collect(number)
             made = reply.made
             if made.ended:
                 lanes.end_turns(number)
-                lanes.end(number, made)
+                self._ends.append((number, made))
                 self._undelivered -= len(self._ahead.pop(number, ()))
                 continue
             lanes.turns.take()
             self._fill()
-            self._made = number, made
-            return reply.batch
+            self._made = True
+            ends, self._ends = self._ends, []
+            return Prepared(reply.batch, (ends, number, made))
+        if (self._ends and not self._made) or lanes.endless:
+            lanes.check_data()
         raise StopIteration
 
-    def commit(self) -> None:
-        if self._made is not None:
-            number, made = self._made
-            self._lanes.position.lanes[number].deliver(made, self._size)
-            self._lanes.position.step += 1
-            if made.unaware:
-                self._warn_of_repeats(number, made)
+    def commit(self, record: tuple[list[tuple[int, Made]], int, Made]) -> None:
+        ends, number, made = record
+        for lane, end in ends:
+            self._lanes.end(lane, end)
+        self._lanes.deliver(number, made, self._size)
+        self._lanes.position.step += 1
+        if made.unaware and not made.rolled:
+            self._warn_of_repeats(number, made)
+
+    def end(self) -> None:
+        for lane, end in self._ends:
+            self._lanes.end(lane, end)
+        self._ends = []
+
+    def ready(self) -> bool:
+        turns = self._lanes.turns
+        ahead = self._ahead.get(turns.peek()) if turns else None
+        return not ahead or self._lanes.engine.ready(ahead[0])
 
     def _collect(self, number: int) -> Reply:
         self._fill()
@@ -214,174 +291,3 @@ class LaneFeed(Feed):
                 "the number of lanes; or pass lanes=1.",
                 stacklevel=5,
             )
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row that came, and where it lies: in its place in a shared batch, or by itself."""
-
-    made: Made
-    loose: Any = None
-    shared: Any = None
-    layout: RowLayout | None = None
-    place: int = -1
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """Rows asked of one host for one batch."""
-
-    ticket: int
-    task: RowsTask
-    shared: Any
-
-
-@final
-@dataclass(frozen=True)
-class Batching:
-    """How rows become a batch: ``size`` rows (``batched``, or one sample as it is), or what ``collate_fn`` makes of
-    them.
-    """
-
-    size: int
-    batched: bool
-    drop_last: bool
-    collate_fn: Callable[[Any], Any] | None
-    dp_world_size: int
-
-
-@final
-class RowFeed(Feed):
-    """Batches of a stream: consecutive turns of a row each. Workers write rows into one shared place where they can."""
-
-    def __init__(self, engine: Engine, position: LanesPosition, batching: Batching) -> None:
-        self._lanes = _Lanes(engine, position, batching.dp_world_size)
-        self._batching = batching
-        self._layout: RowLayout | None = None
-        self._ahead: list[deque[_Ahead]] = [deque() for _ in range(engine.hosts)]
-        self._rows: dict[int, deque[_Row]] = {}
-        self._taken: list[tuple[int, _Row]] = []
-        self._failed = False
-
-    def make(self) -> Any:
-        if self._failed:
-            self._lanes.restart()
-            self._ahead = [deque() for _ in self._ahead]
-            self._rows, self._failed = {}, False
-        taken = self._taken = []
-        try:
-            rows = self._take(taken)
-            if not rows or (self._batching.drop_last and len(rows) < self._batching.size):
-                self._end_lanes()
-                raise StopIteration
-            self._fill(self._lanes.engine.lookahead)
-            return self._batch(rows)
-        except StopIteration:
-            raise
-        except WorkerTimeout:  # what is missing may still come
-            for number, row in reversed(taken):
-                self._rows[number].appendleft(row)
-            self._lanes.count_turns()
-            raise
-        except BaseException:
-            self._failed = True
-            raise
-
-    def _take(self, taken: list[tuple[int, _Row]]) -> list[_Row]:
-        """The rows of the next batch; ``taken`` gets them too, and the ends of lanes between them."""
-        rows: list[_Row] = []
-        turns = self._lanes.turns
-        while turns and len(rows) < self._batching.size:
-            number = turns.peek()
-            row = self._row_of(number)
-            taken.append((number, row))
-            if row.made.ended:
-                self._lanes.end_turns(number)
-            else:
-                turns.take()
-                rows.append(row)
-        return rows
-
-    def commit(self) -> None:
-        lanes = self._lanes.position.lanes
-        for number, row in self._taken:
-            if not row.made.ended:
-                lanes[number].deliver(row.made, 1)
-        self._end_lanes()
-        self._lanes.position.step += 1
-
-    def _end_lanes(self) -> None:
-        """Lanes end in the position when their last rows are delivered, and not when that is known."""
-        for number, row in self._taken:
-            if row.made.ended:
-                self._lanes.end(number, row.made)
-
-    def _row_of(self, number: int) -> _Row:
-        rows = self._rows.get(number)
-        if rows:
-            return rows.popleft()
-        rows = self._rows.setdefault(number, deque())
-        host = self._lanes.host_of[number]
-        while not rows:
-            self._fill(max(1, self._lanes.engine.lookahead))
-            if not any(number == lane for ahead in self._ahead[host] for lane, _ in ahead.task.turns):
-                self._submit([(number, 0)], shared=None)
-            self._take_in(host)
-        return rows.popleft()
-
-    def _fill(self, batches: int) -> None:
-        """Ask for rows until this many batches are under way."""
-        planned, size = self._lanes.planned, self._batching.size
-        while planned and sum(map(len, self._ahead)) < batches * len(self._ahead):
-            shared = None
-            if self._layout is not None and self._batching.collate_fn is None and self._batching.batched:
-                shared = self._lanes.engine.share(self._layout.nbytes(size))
-            self._submit([(planned.take(), place) for place in range(size)], shared)
-
-    def _submit(self, turns: list[tuple[int, int]], shared: Any) -> None:
-        for host in range(self._lanes.engine.hosts):
-            mine = tuple(turn for turn in turns if self._lanes.host_of[turn[0]] == host)
-            if mine:
-                task = RowsTask(mine, self._batching.size, self._layout if shared is not None else None)
-                self._ahead[host].append(_Ahead(self._lanes.engine.submit(host, task, shared), task, shared))
-
-    def _take_in(self, host: int) -> None:
-        ahead = self._ahead[host][0]
-        reply = self._lanes.engine.collect(ahead.ticket)
-        self._ahead[host].popleft()
-        rows, layout, failure = reply.made
-        self._layout = self._layout or layout
-        loose = iter(reply.batch or ())
-        for number, place, made in rows:
-            row = _Row(made)
-            if not made.ended and place is None:
-                row.loose = next(loose)
-            elif not made.ended:
-                row.shared, row.layout, row.place = ahead.shared, ahead.task.layout, place
-            self._rows.setdefault(number, deque()).append(row)
-        if failure is not None:
-            failure.throw()
-
-    def _batch(self, rows: list[_Row]) -> Any:
-        first, batching = rows[0], self._batching
-        whole = first.shared is not None and len(rows) == batching.size
-        if whole and all(row.shared is first.shared and row.place == place for place, row in enumerate(rows)):
-            return first.layout.batch(first.shared.memory, batching.size)  # type: ignore[union-attr]
-        values = [self._value(row) for row in rows]
-        if any(row.layout is not None for row in rows):  # some came as tensors, so all are to
-            values = [{name: torch.as_tensor(value) for name, value in row.items()} for row in values]
-        if batching.collate_fn is not None:
-            position = self._lanes.position
-            place = key(position.run or 0, "collate", position.epoch, position.step, min(position.lanes))
-            try:
-                with isolated(place):
-                    return batching.collate_fn(values if batching.batched else values[0])
-            except StopIteration as error:
-                raise RuntimeError("collate_fn raised StopIteration, which would end the epoch.") from error
-        return stacked(collate(values)) if batching.batched else default_convert(values[0])  # type: ignore[no-untyped-call]
-
-    def _value(self, row: _Row) -> Any:
-        if row.layout is None:
-            return row.loose
-        batch = row.layout.batch(row.shared.memory, self._batching.size)
-        return {name: tensor[row.place] for name, tensor in batch.items()}

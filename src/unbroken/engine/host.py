@@ -14,9 +14,10 @@ from torch.utils.data import default_collate, default_convert
 from unbroken.engine.copies import copy_dataset
 from unbroken.engine.cursor import Cursor, Report, Rules
 from unbroken.engine.opening import Opening, StreamOpening, TorchOpening, lane_info, set_worker_info
-from unbroken.engine.wire import Encoded, RowLayout, collate, encode
+from unbroken.engine.wire import Encoded, collate, encode
 from unbroken.lanes import Lane
-from unbroken.position import LanePosition, Made
+from unbroken.made import Made, Turn
+from unbroken.position import LanePosition
 from unbroken.seeding import key, seed_globals
 
 __all__ = ["Host", "MapTask", "Plan", "RowsTask", "TurnTask"]
@@ -47,12 +48,19 @@ class MapTask(NamedTuple):
     ``epoch``.
 
     ``stride`` is the distance between the places of its samples: ranks take turns over the rows of the global order.
+    Where epochs of ``length`` rows follow one another without an end, the samples beyond are of the next ones.
     """
 
     epoch: int
     place: int
     stride: int
     indices: Any
+    length: int = 0
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Epoch and place of a sample of the batch."""
+        place = self.place + number * self.stride
+        return (self.epoch + place // self.length, place % self.length) if self.length else (self.epoch, place)
 
     def __str__(self) -> str:
         return f"indices {_short(self.indices)} (from place {self.place} of epoch {self.epoch})"
@@ -73,15 +81,27 @@ class TurnTask(NamedTuple):
 class RowsTask(NamedTuple):
     """Make the next rows of some lanes of a stream: ``(lane, place in the batch)`` in the order of turns.
 
-    ``layout`` is that of the rows seen so far, for a slot that holds ``rows`` of them.
+    ``layout`` is that of the rows seen so far (its fields, pickled once), for a slot that holds ``rows`` of them.
     """
 
     turns: tuple[tuple[int, int], ...]
     rows: int
-    layout: RowLayout | None
+    layout: bytes | None
 
     def __str__(self) -> str:
         return f"rows of the lanes {_short([lane for lane, _ in self.turns])}"
+
+
+@final
+@dataclass(slots=True)
+class _Hosted:
+    """A lane and where it began. ``alone``: on the user's own object; ``yielded``: whether this epoch had anything."""
+
+    cursor: Cursor
+    start: LanePosition
+    dataset_epoch: int | None
+    alone: bool
+    yielded: bool
 
 
 @final
@@ -92,7 +112,7 @@ class Host:
         self._plan = plan
         self._number = number
         self._report = report
-        self._cursors: dict[int, Cursor] = {}
+        self._hosted: dict[int, _Hosted] = {}
         self._datasets: dict[int, Any] = {}
         self._info: Any = None
         self._initialised: set[int] = set()
@@ -101,16 +121,25 @@ class Host:
             self._initialise(number, self._info)
 
     def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
-        """Place lanes at their positions; each is opened when its first turn comes."""
+        """Place lanes at their positions; each is opened when its first turn comes.
+
+        ``dataset_epoch`` is the one that the user's dataset had in ``epoch`` of the lanes.
+        """
         dataset = self._plan.dataset
         if self._plan.kind == "map" and dataset_epoch is not None and dataset.epoch != dataset_epoch:
             dataset.set_epoch(dataset_epoch)
         for lane, start in starts.items():
-            self._cursors[lane] = self._cursor(lane, start, dataset_epoch, len(starts))
+            of_lane = None if dataset_epoch is None else dataset_epoch + start.epoch - epoch
+            self._host(lane, start, of_lane, len(starts) == 1)
 
-    def _cursor(self, lane: int, start: LanePosition, dataset_epoch: int | None, neighbours: int) -> Cursor:
+    def _host(self, lane: int, start: LanePosition, dataset_epoch: int | None, alone: bool) -> Cursor:
+        cursor = self._cursor(lane, start, dataset_epoch, alone)
+        self._hosted[lane] = _Hosted(cursor, start, dataset_epoch, alone, start.delivered > 0)
+        return cursor
+
+    def _cursor(self, lane: int, start: LanePosition, dataset_epoch: int | None, alone: bool) -> Cursor:
         plan, dataset = self._plan, self._plan.dataset
-        shared = neighbours > 1 or (not plan.hosts and plan.lanes > 1 and plan.worker_init_fn is not None)
+        shared = not alone or (not plan.hosts and plan.lanes > 1 and plan.worker_init_fn is not None)
         if plan.kind != "stream" and shared:
             if lane not in self._datasets:
                 self._datasets[lane] = copy_dataset(dataset)
@@ -120,7 +149,8 @@ class Host:
             info = lane_info(lane, plan.lanes, key(plan.rules.run, "worker", start.epoch, lane), dataset)
             self._initialise(lane, info)
         if plan.kind == "stream":
-            opening: Opening = StreamOpening(dataset, Lane(lane, plan.lanes, start.epoch, plan.rules.run))
+            of_run = Lane(lane, plan.lanes, start.epoch, plan.rules.run)
+            opening: Opening = StreamOpening(dataset, of_run, lineage=plan.rules.lineage)
         else:
             what = f"the state_dict() of {type(dataset).__qualname__}"
             opening = TorchOpening(dataset, use_state=plan.rules.resume != "replay", what=what)
@@ -140,13 +170,35 @@ class Host:
 
     def where(self, task: Any) -> str:
         """The place that a failed task had come to, for a message."""
-        if isinstance(task, TurnTask) and task.lane in self._cursors:
-            return f"lane {task.lane}, sample {self._cursors[task.lane].place}"
+        if isinstance(task, TurnTask) and task.lane in self._hosted:
+            return f"lane {task.lane}, sample {self._hosted[task.lane].cursor.place}"
         return str(task)
 
     def turn(self, task: TurnTask) -> Made:
-        """The next turn of a lane."""
-        return self._cursors[task.lane].make(task.size)
+        """The next turn of a lane; by the rules, of its next epoch where this one has ended, if it had anything."""
+        return self._settled(task, self._hosted[task.lane].cursor.make(task.size))
+
+    def row(self, lane: int) -> tuple[Any, Turn] | Made:
+        """The next row of a lane of a stream, see ``Cursor.row``."""
+        hosted = self._hosted[lane]
+        made = hosted.cursor.row()
+        if type(made) is Made:
+            return self._settled(TurnTask(lane, 1), made)
+        hosted.start.turns += 1
+        return made
+
+    def _settled(self, task: TurnTask, made: Made) -> Made:
+        hosted = self._hosted[task.lane]
+        if made.ended and hosted.yielded and self._plan.rules.endless:
+            hosted.start.roll(carry := made.carry)
+            later = None if hosted.dataset_epoch is None else hosted.dataset_epoch + 1
+            made = self._host(task.lane, hosted.start, later, hosted.alone).make(task.size)
+            made.rolled, made.carry = True, carry
+            hosted = self._hosted[task.lane]
+        if not made.ended:
+            hosted.yielded = True
+            hosted.start.turns += 1
+        return made
 
     def fetch(self, task: MapTask) -> Any:
         """The samples of a batch of a map-style dataset (the sample, unbatched), under its own random numbers."""
@@ -160,7 +212,7 @@ class Host:
             if rules.seed_by == "sample":
                 samples = []
                 for number, index in enumerate(task.indices):
-                    seed_globals(key(rules.run, "sample", task.epoch, task.place + number * task.stride))
+                    seed_globals(key(rules.run, "sample", *task.place_of(number)))
                     samples.append(together([index])[0] if together else dataset[index])
                 return samples
             return together(task.indices) if together else [dataset[index] for index in task.indices]

@@ -9,6 +9,7 @@ from unbroken.engine.engine import Engine, Reply
 from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.progress import Remaking
 from unbroken.ledger import digest
+from unbroken.made import Made
 from unbroken.position import LanePosition
 from unbroken.seeding import put_back_globals, take_globals
 
@@ -66,11 +67,16 @@ class Inline(Engine):
         return self._run_rows(task)
 
     def _run_rows(self, task: RowsTask) -> Reply:
-        rows, loose = [], []
+        rows: list[tuple[int, None, Any]] = []
+        loose: list[Any] = []
         for lane, _ in task.turns:
-            made = self._host.turn(TurnTask(lane, 1))
-            rows.append((lane, None, made))
-            loose.extend(made.samples)
+            found = self._host.row(lane)
+            if isinstance(found, Made):
+                loose.extend(found.samples)
+                rows.append((lane, None, found))
+            else:
+                loose.append(found[0])
+                rows.append((lane, None, found[1]))
         return Reply((rows, None, None), loose)
 
     def close(self) -> None:

@@ -71,6 +71,10 @@ class Opening(ABC):
     def carry(self) -> str | None:
         """The state that a subject takes from one epoch into the next."""
 
+    def origin(self) -> tuple[Any, ...]:
+        """The stored rows behind the last sample; nothing is known of those of a dataset that is not a stream."""
+        return ()
+
 
 @final
 class TorchOpening(Opening):
@@ -132,9 +136,10 @@ class StreamOpening(Opening):
 
     exact = True
 
-    def __init__(self, stream: LaneStream, lane: Lane) -> None:
+    def __init__(self, stream: LaneStream, lane: Lane, *, lineage: bool = False) -> None:
         self._stream = stream
         self._lane = lane
+        self._options = {"lineage": True} if lineage else {}
         self._iterator: Any = None
         self.name = type(stream).__qualname__
 
@@ -143,7 +148,7 @@ class StreamOpening(Opening):
         return True
 
     def enter(self, state: str | None) -> Iterator[Any]:
-        self._iterator = self._stream.open(self._lane)
+        self._iterator = self._stream.open(self._lane, **self._options)
         if state is not None:
             self._iterator.load_state_dict(orjson.loads(state))
         return self._iterator  # type: ignore[no-any-return]
@@ -160,6 +165,9 @@ class StreamOpening(Opening):
 
     def carry(self) -> str | None:
         return None
+
+    def origin(self) -> tuple[Any, ...]:
+        return self._iterator.origin()  # type: ignore[no-any-return]
 
 
 def _stateful(subject: Any) -> bool:

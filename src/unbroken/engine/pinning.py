@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from unbroken.lineage import Lineage
+
 __all__ = ["pin", "should_pin"]
 
 
@@ -34,7 +36,7 @@ def pin(batch: Any) -> Any:
     """The same batch with every tensor, and everything that has ``pin_memory()``, pinned."""
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
-    if isinstance(batch, str | bytes):
+    if isinstance(batch, str | bytes | Lineage):
         return batch
     if isinstance(batch, Mapping):
         pinned = {name: pin(value) for name, value in batch.items()}

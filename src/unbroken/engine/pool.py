@@ -138,13 +138,21 @@ class Pool(Engine):
         worker.pending[self._ticket] = _Pending(task, kept)
         place = None if slot is None else (slot.arena, slot.offset, slot.size)
         try:
-            self._send(worker, ("task", self._ticket, place, task))
+            message = "task", self._ticket, place, task
+            if isinstance(task, RowsTask):
+                worker.channel.hold(message)
+            else:
+                self._send(worker, message)
         except WorkerDied:
             raise
         except Exception:  # indices that cannot be pickled
             self._release(worker.pending.pop(self._ticket).kept)
             raise
         return self._ticket
+
+    def flush(self) -> None:
+        for worker in self._workers:
+            self._send(worker)
 
     def share(self, nbytes: int) -> SharedPlace | None:
         self._ring.want(nbytes)
@@ -154,6 +162,14 @@ class Pool(Engine):
     def least_busy(self) -> int:
         """The host with the fewest tasks that it has not answered."""
         return min(self._workers, key=lambda worker: len(worker.pending)).number
+
+    def ready(self, ticket: int) -> bool:
+        """Takes in what has come, without waiting. Raises ``WorkerDied``."""
+        while ticket not in self._replies and self._close.still_active():
+            if not self._selector.select(0):
+                return False
+            self._receive(math.inf)
+        return True
 
     def collect(self, ticket: int) -> Reply:
         if os.getpid() != self._ring.pid:
@@ -253,9 +269,12 @@ class Pool(Engine):
         if isinstance(kept, Slot):
             self._ring.give_back(kept)
 
-    def _send(self, worker: _Worker, message: Any, descriptor: int | None = None) -> None:
+    def _send(self, worker: _Worker, message: Any = None, descriptor: int | None = None) -> None:
+        """Send a message, after those that wait; without one, only these."""
         try:
-            worker.channel.send(message, descriptor, when_full=lambda: self._read(worker))
+            if message is not None:
+                worker.channel.hold(message)
+            worker.channel.flush(descriptor, when_full=lambda: self._read(worker))
         except OSError:
             if not self._close.still_active():
                 raise WorkerDied("The worker processes of this iterator have been shut down.") from None

@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 
 from unbroken.engine.ring import Bytes
 
-__all__ = ["Encoded", "RowLayout", "collate", "decode", "encode", "stacked"]
+__all__ = ["Encoded", "Places", "RowLayout", "collate", "decode", "encode", "stack_rows", "stacked"]
 
 _ALIGN = 64
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -248,6 +248,52 @@ def _plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def _as_array(tensor: torch.Tensor) -> Any:
+    return tensor.numpy() if tensor.dtype in _TO_NUMPY else tensor
+
+
+def stack_rows(rows: list[Any]) -> dict[str, torch.Tensor] | None:
+    """Rows that are dicts of plain arrays or tensors of equal shapes, stacked in memory of their own; else ``None``."""
+    layout = RowLayout.of(rows[0])
+    if layout is None:
+        return None
+    fields = {name: torch.empty((len(rows), *shape), dtype=_DTYPES[dtype]) for name, dtype, shape, _ in layout.fields}
+    places = Places({name: _as_array(tensor) for name, tensor in fields.items()})
+    return fields if all(places.put(place, row) for place, row in enumerate(rows)) else None
+
+
+@final
+class Places:
+    """Room for rows of one layout: for each field an array [rows, ...], or a tensor of a dtype that numpy lacks."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = [(name, room, room.dtype, room.shape[1:]) for name, room in fields.items()]
+
+    def put(self, place: int, row: Any) -> bool:
+        """Copy a row to its place, if it is of this layout; whether it is."""
+        if type(row) is not dict or len(row) != len(self._fields):
+            return False
+        for name, _, dtype, shape in self._fields:
+            value: Any = row.get(name)
+            kind = type(value)
+            if kind is np.ndarray:
+                fits = value.dtype == dtype
+            else:
+                fits = kind is torch.Tensor and _plain(value) and _TO_NUMPY.get(value.dtype, value.dtype) == dtype
+            if not fits or value.shape != shape:
+                return False
+        for name, room, _, _ in self._fields:
+            value = row[name]
+            if type(value) is np.ndarray:
+                room[place] = value
+            else:
+                whole = room if type(room) is torch.Tensor else torch.from_numpy(room)
+                whole[place].copy_(value)
+        return True
+
+
 @final
 class RowLayout(NamedTuple):
     """Where the fields of a row lie in a slot that holds ``rows`` of them: for each name, dtype, shape and bytes."""
@@ -272,15 +318,14 @@ class RowLayout(NamedTuple):
         """The room that ``rows`` of them need."""
         return self._offsets(rows)[-1]
 
-    def write(self, memory: Bytes, rows: int, place: int, row: Any) -> None:
-        """Copy a row of this layout to its place among ``rows``."""
-        for (name, dtype, shape, nbytes), offset in zip(self.fields, self._offsets(rows), strict=False):
-            value = row[name]
-            view = _place(memory, offset + place * nbytes, _DTYPES[dtype], shape)
-            if type(value) is torch.Tensor:
-                view.copy_(value)
-            else:
-                view.numpy()[...] = value
+    def places(self, memory: Bytes, rows: int) -> Places:
+        """Where ``rows`` of them can be put in memory: to be used while that is held."""
+        return Places(
+            {
+                name: _as_array(_place(memory, offset, _DTYPES[dtype], (rows, *shape)))
+                for (name, dtype, shape, _), offset in zip(self.fields, self._offsets(rows), strict=False)
+            }
+        )
 
     def batch(self, memory: Bytes, rows: int) -> dict[str, torch.Tensor]:
         """All rows, stacked: views of the memory, which they keep alive."""

@@ -26,7 +26,8 @@ from unbroken.engine.ring import Bytes, create_memory, map_memory
 from unbroken.engine.wire import Encoded, RowLayout, encode
 from unbroken.errors import UnbrokenError, UnsendableBatch
 from unbroken.ledger import digest
-from unbroken.position import LanePosition, Made
+from unbroken.made import Made, Turn
+from unbroken.position import LanePosition
 
 __all__ = ["Failure", "main", "open_pidfd"]
 
@@ -144,6 +145,7 @@ class _Worker:
         self._arenas: dict[int, Bytes] = {}
         self._broken: Failure | None = None
         self._host: Host | None = None
+        self._layout: tuple[bytes, RowLayout] | None = None
 
     def run(self) -> None:
         try:
@@ -229,29 +231,43 @@ class _Worker:
             os.close(fd)
 
     def _rows(self, ticket: int, slot: tuple[int, int, int] | None, task: RowsTask, host: Host) -> None:
-        rows: list[tuple[int, int | None, Made]] = []
+        rows: list[tuple[int, int | None, Made | Turn]] = []
         loose: list[Any] = []
         memory = None if slot is None else self._arenas[slot[0]][slot[1] : slot[1] + slot[2]]
         failure: Failure | None = None
+        room = None
+        if memory is not None and task.layout is not None:
+            room = self._layout_of(task.layout).places(memory, task.rows)
         for lane, place in task.turns:
             try:
-                made = host.turn(TurnTask(lane, 1))
+                found = host.row(lane)
             except Exception as error:
                 spot = host.where(TurnTask(lane, 1))
                 failure = Failure.of(error, f"in DataLoader worker process {self._number} ({spot})")
                 break
-            at: int | None = None
-            if not made.ended:
-                row, made.samples = made.samples[0], []
-                if memory is not None and task.layout is not None and RowLayout.of(row) == task.layout:
-                    task.layout.write(memory, task.rows, place, row)
-                    at = place
-                else:
-                    loose.append(row)
-            rows.append((lane, at, made))
+            made: Made | Turn
+            if isinstance(found, Made):
+                made = found
+                if found.ended:
+                    rows.append((lane, None, made))
+                    continue
+                row, found.samples = found.samples[0], []
+            else:
+                row, made = found
+            if room is not None and room.put(place, row):
+                rows.append((lane, place, made))
+            else:
+                loose.append(row)
+                rows.append((lane, None, made))
         layout = RowLayout.of(loose[0]) if loose else None
         encoded = _sendable(encode, loose) if loose else Encoded(b"", [], 0)
         self._deliver_rows(ticket, encoded, (rows, layout, failure))
+
+    def _layout_of(self, sealed: bytes) -> RowLayout:
+        """The layout that comes with every task, and is read once."""
+        if self._layout is None or self._layout[0] != sealed:
+            self._layout = sealed, RowLayout(pickle.loads(sealed))
+        return self._layout[1]
 
     def _deliver_rows(self, ticket: int, encoded: Encoded, made: Any) -> None:
         if not encoded.nbytes:

@@ -79,7 +79,7 @@ class Pack(Stage):
       out, which are sequences of length 0: not all versions of such functions can do with them.
 
     ``seq_len`` may change at a resume: the tokens that were not delivered come first. Another ``window`` holds from the
-    next window on, another ``layout`` from the next epoch on.
+    next window on. Another ``layout`` can only be had between epochs.
 
     With lineage a row has an origin for each piece of a document in it, with the tokens of the document that it is.
 

@@ -29,9 +29,14 @@ _BY_SUFFIX = {
     ".json": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
     ".bin": "tokens",
+    ".npy": "tokens",
     ".tar": "tar",
     ".tgz": "tar",
+    ".tzst": "tar",
 }
 _PACKED = (".gz", ".zst", ".zstd")
 

@@ -122,10 +122,10 @@ class Filter(_OfRows):
 class FlatMap(_OfRows):
     """The rows of ``fn(row)``, any number of them, in place of each row.
 
-    ``fn`` returns any iterable but text, dicts and sets, or is a generator. All of it is taken before the first of its
-    rows is yielded, so that an error in its middle is one of the whole row. What was delivered in part is made again
-    on a resume. Random numbers, ``rng`` and ``batched`` are as with ``Map``; with ``batched=n`` ``fn`` gets a list of
-    rows and returns any number. In lineage each row then comes from all the rows of its batch.
+    ``fn`` returns any iterable but text, dicts and sets, or is a generator; all of it is taken at once, so an error in
+    its middle is one of the whole row. What was delivered in part is made again on a resume. Random numbers, ``rng``
+    and ``batched`` are as with ``Map``; with ``batched=n`` ``fn`` gets a list of rows, returns any number, and in
+    lineage each comes from all the rows of its batch.
 
     It raises what ``Map`` raises. The iterator raises ``TypeError`` where ``fn`` returns no such iterable, and
     ``InvalidState`` also without ``batched`` where a source was taken out of a mix: how many rows came from its rows

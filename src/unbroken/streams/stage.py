@@ -142,8 +142,7 @@ class Stage(IterableDataset[Any], ABC):
         With ``lineage`` its ``origin()`` tells which stored rows are behind the row that was yielded last.
         """
         course = Course(lineage=lineage)
-        rows = self.begin(lane, course)
-        return _Journaled(rows, course.journal) if any(stage.keeps_record for stage in self._all()) else rows
+        return _Opened(self.begin(lane, course), course.journal)
 
     @final
     def describe(self) -> dict[str, Any]:
@@ -316,8 +315,11 @@ class Stage(IterableDataset[Any], ABC):
 
 
 @final
-class _Journaled(StageIterator):
-    """The rows of a stream whose stages keep records. Position: that of the rows, and the records."""
+class _Opened(StageIterator):
+    """The rows of a whole stream. Position: that of the rows; where a stage keeps a record, both.
+
+    A stage may keep a record now and have kept none when the position was saved, or the other way round.
+    """
 
     def __init__(self, rows: StageIterator, journal: Journal) -> None:
         self._rows = rows
@@ -330,9 +332,14 @@ class _Journaled(StageIterator):
         return row
 
     def state_dict(self) -> dict[str, Any]:
+        if not self._journal:
+            return self._rows.state_dict()
         return {"rows": self._rows.state_dict(), "journal": self._journal.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or "journal" not in state:
+            self._rows.load_state_dict(state)
+            return
         rows, journal = read_state(state, "stream", rows=dict, journal=dict)
         self._journal.load_state_dict(journal)  # first: rows may be chosen by what is in it
         self._rows.load_state_dict(rows)

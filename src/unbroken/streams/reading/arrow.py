@@ -24,6 +24,7 @@ from unbroken.streams.reading.files import (
     check_access,
     digest_of,
     extent_of,
+    find_files,
     is_local,
     one_line,
     read_range,
@@ -35,7 +36,6 @@ from unbroken.streams.reading.groups import (
     Parts,
     changed,
     check_unchanged,
-    find_columnar,
     scan_files,
 )
 from unbroken.streams.reading.messages import Contents, contents_of, dictionaries_of, not_arrow
@@ -93,7 +93,7 @@ def read_arrow(
         _check(file, contents, wanted)
         return contents
 
-    files = find_columnar("read_arrow", _expanded(paths, access), ".arrow", access)
+    files = find_files("read_arrow", _expanded(paths, access), None, access.storage_options, access.retries)
     groups, places = _planned(scan_files("read_arrow", files, scan, skips=access.skips))
     return Source(_Arrow(groups, places, wanted, access), access)
 

@@ -37,6 +37,13 @@ __all__ = [
     "read_range",
 ]
 
+_SUFFIXES = {
+    "read_arrow": "*.arrow",
+    "read_jsonl": "*.jsonl",
+    "read_parquet": "*.parquet",
+    "read_tar": "*.tar",
+    "read_tokens": "*.bin",
+}
 _LOCAL_BLOCK, _REMOTE_BLOCK = 1 << 18, 1 << 20
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _UNREADABLE = (".7z", ".br", ".bz2", ".lz4", ".rar", ".snappy", ".tar", ".tgz", ".xz", ".zip")
@@ -139,7 +146,7 @@ def _matches(reader: str, path: str, files: Any, inner: str, retries: int) -> li
             raise
     else:
         if found["type"] == "directory":
-            pattern = posixpath.join(path, "*.jsonl")
+            pattern = posixpath.join(path, _SUFFIXES.get(reader, "*"))
             raise IsADirectoryError(
                 f"{reader}: {path!r} is a folder. Name its files by a pattern, such as {pattern!r}."
             )

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from unbroken.errors import BadRow
-from unbroken.streams.reading.files import Access, SourceFile, find_files, is_local, one_line
+from unbroken.streams.reading.files import SourceFile, is_local, one_line
 
-__all__ = ["Groups", "Numbers", "Part", "Parts", "changed", "check_unchanged", "find_columnar", "scan_files"]
+__all__ = ["Groups", "Numbers", "Part", "Parts", "changed", "check_unchanged", "scan_files"]
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -110,14 +110,6 @@ def _parts(groups: Groups, grain: int) -> Parts:
 
 def _before(ends: Numbers, place: int) -> int:
     return int(ends[place - 1]) if place else 0
-
-
-def find_columnar(reader: str, paths: Any, suffix: str, access: Access) -> tuple[SourceFile, ...]:
-    """The files that ``paths`` name, as ``find_files`` finds them; ``suffix`` is for what it says of a folder."""
-    try:
-        return find_files(reader, paths, None, access.storage_options, access.retries)
-    except IsADirectoryError as error:
-        raise IsADirectoryError(str(error).replace("*.jsonl", f"*{suffix}")) from None
 
 
 def changed(file: SourceFile, what: str) -> BadRow:

@@ -22,11 +22,12 @@ from unbroken.streams.reading.files import (
     check_access,
     digest_of,
     extent_of,
+    find_files,
     is_local,
     one_line,
     read_range,
 )
-from unbroken.streams.reading.groups import Groups, Part, Parts, changed, check_unchanged, find_columnar, scan_files
+from unbroken.streams.reading.groups import Groups, Part, Parts, changed, check_unchanged, scan_files
 from unbroken.streams.reading.source import Format, Source
 from unbroken.streams.stage import Stage
 
@@ -55,7 +56,7 @@ def read_parquet(
 
     ``paths`` is a path, or a list of paths: local or of fsspec (``memory://``, ``s3://``, ...), with ``*``, ``?``,
     ``[]`` and ``**`` in patterns. The matches of a pattern are sorted; a file that is named twice is read twice.
-    ``columns`` names the columns to read; every file must have them, and nothing of the others is read.
+    ``columns`` names the columns to read; every file must have them, and the others are not decoded.
     ``storage_options`` goes to the fsspec file system; it is in no fingerprint and in no print.
 
     A read that fails is tried again ``retries`` times, with pauses, where the failure may pass. ``read_ahead`` fetches
@@ -88,7 +89,7 @@ def read_parquet(
         _footers.put(file, digest, metadata)
         return digest, [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
 
-    files = find_columnar("read_parquet", paths, ".parquet", access)
+    files = find_files("read_parquet", paths, None, access.storage_options, access.retries)
     found = scan_files("read_parquet", files, scan, skips=access.skips)
     groups = Groups(
         tuple(file for file, _ in found),

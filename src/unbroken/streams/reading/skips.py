@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeAlias, final
 
 from unbroken.errors import InvalidState
@@ -9,6 +10,8 @@ from unbroken.streams.arguments import read_state
 from unbroken.streams.course import Record
 
 __all__ = ["Skips"]
+
+_log = logging.getLogger("unbroken")
 
 Place: TypeAlias = tuple[int, int, int]
 
@@ -52,6 +55,8 @@ class Skips(Record):
             return
         self.reach(place)
         self.count += 1
+        if self.count <= _MOST_NAMED:
+            _log.warning(f'on_error="skip" leaves out {"a row" if what == "row" else "the rest of"} {where}: {reason}')
         self._places[place] = what
         if len(self._places) > _MOST_PLACES:
             oldest = next((known for known, what in self._places.items() if what == "row"), None)

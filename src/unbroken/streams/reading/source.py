@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 from unbroken.errors import BadRow, InvalidState
 from unbroken.lanes import Lane
 from unbroken.lineage import Origin
+from unbroken.seeding import key
 from unbroken.streams.arguments import read_state
 from unbroken.streams.course import ChunkOrder, Course
 from unbroken.streams.reading.ahead import Forked, Pieces
@@ -163,7 +164,8 @@ class _SourceIterator(StageIterator):
     def __init__(self, source: Source, lane: Lane, course: Course) -> None:
         self._format = source.format
         self._access = source.access
-        self._lane = lane
+        # Sources of one mix draw apart, where a format draws at all.
+        self._lane = replace(lane, seed=key(lane.seed, "source", course.path)) if course.path else lane
         self._name = course.path.rstrip("/") or source.NAME
         self._seed = None if course.order is None else course.order.seed
         self._grain = source.format.grain(lane.count)

@@ -77,7 +77,7 @@ def read_tar(
     """
     access = check_access("read_tar", storage_options, retries, read_ahead, on_error, paths)
     decoders = _decoders(decode)
-    files = tuple(map(_packed, find_files("read_tar", paths, None, access.storage_options)))
+    files = tuple(map(_packed, find_files("read_tar", paths, None, access.storage_options, access.retries)))
     own = sorted(decode.items()) if isinstance(decode, Mapping) else []
     said = ", ".join(["default" if decoders else "none", *(f"{ext}={fn and identity_of(fn)}" for ext, fn in own)])
     return Source(_Tar(files, access, decoders, said), access)

@@ -86,16 +86,20 @@ def read_tokens(
     check_bool(name, "document_ids", document_ids)
     access = check_access(name, storage_options, retries, read_ahead, on_error, paths)
     files = find_token_files(paths, dtype, offsets, access)
-    unknown = next((file.file.path for file in files if file.documents is None), None)
-    if unknown is not None and (seq_len is None or document_ids):
-        raise ValueError(
-            f"{name}: {'document_ids' if seq_len else 'rows of one document'} need to know where the documents of "
-            f"{unknown} begin.\nPass offsets=, or leave dtype out where an .idx lies beside the file"
-            + ("." if seq_len else "; or pass seq_len= for rows of one length.")
-        )
+    _check_documents(files, seq_len, document_ids)
     if seq_len is None:
         return Source(_Documents(files, access), access)
     return Source(_Windows(files, seq_len, pad_id, drop_last, document_ids, access), access)
+
+
+def _check_documents(files: Sequence[TokenFile], seq_len: int | None, document_ids: bool) -> None:
+    unknown = next((file.file.path for file in files if file.documents is None), None)
+    if unknown is not None and (seq_len is None or document_ids):
+        raise ValueError(
+            f"read_tokens: {'document_ids' if seq_len else 'rows of one document'} need to know where the documents "
+            f"of {unknown} begin.\nPass offsets=, or leave dtype out where an .idx lies beside the file"
+            + ("." if seq_len else "; or pass seq_len= for rows of one length.")
+        )
 
 
 class _Chunk(NamedTuple):
