@@ -42,31 +42,35 @@ def documents(size: int) -> Iterator[str]:
             yield block[start:end]
 
 
-def write_jsonl(path: Path, size: int) -> Path:
+def write_jsonl(path: Path, size: int) -> int:
+    """Returns the number of rows, as the others do."""
+    rows = 0
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     level = {"compresslevel": 1} if path.suffix == ".gz" else {}
     with opened(path, "wb", **level) as file:
         for text in documents(size):
             file.write(orjson.dumps({"text": text}) + b"\n")
-    return path
+            rows += 1
+    return rows
 
 
-def write_parquet(path: Path, size: int) -> Path:
+def write_parquet(path: Path, size: int) -> int:
     schema = pa.schema([("text", pa.string())])
-    texts = documents(size)
+    texts, count = documents(size), 0
     with pq.ParquetWriter(path, schema, compression="zstd") as file:
         while rows := list(islice(texts, 2000)):
             file.write_table(pa.table({"text": rows}, schema))
-    return path
+            count += len(rows)
+    return count
 
 
-def write_tar(path: Path, size: int) -> Path:
+def write_tar(path: Path, size: int) -> int:
     with tarfile.open(path, "w") as file:
         for number, text in enumerate(documents(size)):
             member = tarfile.TarInfo(f"{number:09d}.txt")
             member.size = len(text)
             file.addfile(member, io.BytesIO(text.encode()))
-    return path
+    return number + 1
 
 
 def as_is(rows: list[Any]) -> list[Any]:
@@ -78,17 +82,15 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text("ascii").split()[1])
 
 
-def resume_line(what: str, source: unbroken.Stage, lanes: int, settings: Settings) -> Line:
+def resume_line(what: str, source: unbroken.Stage, rows: int, lanes: int, settings: Settings) -> Line:
     stream = source.shuffle(WINDOW, seed=0)
 
     def make() -> Any:
         return unbroken.StatefulDataLoader(stream, BATCH, collate_fn=as_is, lanes=lanes)
 
-    with pass_over(make()) as batches:
-        total = sum(1 for _ in batches)
     loader = make()
     with pass_over(loader) as batches:
-        for _ in islice(batches, total * 9 // 10):
+        for _ in islice(batches, rows // BATCH * 9 // 10):
             pass
         state = loader.state_dict()
 
@@ -116,7 +118,7 @@ def run(settings: Settings) -> list[Line]:
         ("tar", "big.tar", write_tar, unbroken.read_tar, LANES),
         ("JSONL in gz", "big.jsonl.gz", write_jsonl, unbroken.read_jsonl, 1),
     ):
-        written = write(folder / path, size)
-        lines.append(resume_line(f"{name} of {what}", read(written), lanes, settings))
-        written.unlink()
+        rows = write(folder / path, size)
+        lines.append(resume_line(f"{name} of {what}", read(folder / path), rows, lanes, settings))
+        (folder / path).unlink()
     return lines

@@ -43,7 +43,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+        return bool(self.measured >= self.limit if self.at_least else self.measured <= self.limit)
 
     @property
     def verdict(self) -> str:

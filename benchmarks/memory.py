@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -39,7 +38,8 @@ def run(settings: Settings) -> list[Line]:
     found: dict[str, list[float]] = {}
     grown = 0.0
     for size in sizes:
-        path = write_jsonl(settings.scratch / f"{size}.jsonl", size)
+        path = settings.scratch / f"{size}.jsonl"
+        write_jsonl(path, size)
         stream = unbroken.read_jsonl(path).shuffle(6400, seed=0).tokenize(ids_of).pack(512)
         loader = unbroken.StatefulDataLoader(stream.repeat(), 8, num_workers=1)
         early, late = worker_memory(loader, batches if size == sizes[0] else batches // 10, batches // 10)
@@ -47,7 +47,7 @@ def run(settings: Settings) -> list[Line]:
         if size == sizes[0]:
             grown = late - early
             found[f"{size / 1e9:g} GB, after {batches} batches"] = [late]
-        Path(path).unlink()
+        path.unlink()
     small, large = found[f"{sizes[0] / 1e9:g} GB"][0], found[f"{sizes[1] / 1e9:g} GB"][0]
     goals = (
         Goal("4 times the corpus: no more memory (10 MB)", large - small, 10, "MB"),

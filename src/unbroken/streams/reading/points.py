@@ -30,7 +30,7 @@ __all__ = ["WITNESS", "Point", "Points", "cache_folder", "spacing_of"]
 WITNESS = 1024
 """So many bytes of the file after a point are known by their checksum."""
 
-_LEAST_SPACING, _MOST_POINTS = 4 << 20, 32
+_LEAST_SPACING, _MOST_POINTS = 4 << 20, 512
 # magic and version, bits, offset, text, offset and text of the member, crc and witness, length of the window
 _HEAD = struct.Struct("<4sB4Q3I")
 _SUM = struct.Struct("<Q")
