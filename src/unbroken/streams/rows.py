@@ -65,20 +65,18 @@ class Map(_OfRows):
     Before each call the global generators of torch, numpy and random are seeded by the row's place (seed, epoch,
     lane, the stage's place in the stream, the row's number in the lane), so that a ``fn`` that draws random numbers
     makes the same row again after a resume. With ``rng=True`` it is ``fn(row, rng)`` instead: ``rng`` is a
-    ``numpy.random.Generator`` keyed by the same place, the global generators are left alone, and a row costs some 6 µs
-    less. It is the row's until ``fn`` returns: the next row gets the same object, keyed anew. numpy keeps the bits of
-    its generator (Philox) the same in every version, and not what a ``Generator``'s methods make of them.
+    ``numpy.random.Generator`` (Philox) keyed by the same place, for this call only; the global generators are left
+    alone, and a row costs some 6 µs less.
 
     With ``batched=n`` ``fn`` gets a list of n rows (of fewer at the lane's end) and returns a list of as many; its
-    random numbers are keyed by the first of them. A batch that was delivered in part is made again on a resume.
-
-    ``fn`` must be a function of what it is given, and not depend on rows that it saw before.
+    random numbers are keyed by the first of them. A batch that was delivered in part is made again on a resume. ``fn``
+    must be a function of what it is given, and not depend on rows that it saw before.
 
     Raises ``TypeError`` where ``fn`` cannot be called with so many arguments, or ``rng`` is no bool, ``TypeError`` and
     ``ValueError`` where ``batched`` is no whole number of at least 1. What ``fn`` raises keeps its type, but for
     ``StopIteration``, which would end the stream and becomes a ``RuntimeError``; the next row (or batch) that is asked
     for is the one after. The iterator raises ``ValueError`` and ``TypeError`` where ``fn`` returns no list of as many
-    rows; ``InvalidState`` where a source was taken out of a mix and rows of a batch are missing now.
+    rows; ``InvalidState`` where a source was taken out of a mix and rows of a batch are missing.
     """
 
     NAME: ClassVar[str] = "map"
@@ -99,10 +97,8 @@ class Filter(_OfRows):
     """Only the rows for which ``fn(row)`` is true.
 
     Random numbers, ``rng`` and ``batched`` are as with ``Map``; with ``batched=n`` ``fn`` returns a list (or an array)
-    of True and False, one for each row that it got.
-
-    It raises what ``Map`` raises. The iterator raises ``InvalidState`` also without ``batched`` where a source was
-    taken out of a mix: which of its rows passed cannot be known without it.
+    of True and False, one for each row that it got. It raises what ``Map`` raises. The iterator raises ``InvalidState``
+    also without ``batched`` where a source was taken out of a mix: which of its rows passed cannot be known.
     """
 
     NAME: ClassVar[str] = "filter"

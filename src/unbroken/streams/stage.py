@@ -346,8 +346,13 @@ class _Opened(StageIterator):
             self._rows.load_state_dict(state)
             return
         rows, journal = read_state(state, "stream", rows=dict, journal=dict)
+        before = self._journal.state_dict()
         self._journal.load_state_dict(journal)  # first: rows may be chosen by what is in it
-        self._rows.load_state_dict(rows)
+        try:
+            self._rows.load_state_dict(rows)
+        except BaseException:
+            self._journal.load_state_dict(before)
+            raise
 
     def close(self) -> None:
         self._rows.close()
