@@ -120,3 +120,15 @@ def test_lineage_of_what_is_no_stream_is_refused(dataset: Any) -> None:
 def test_lineage_is_true_or_false(corpus: dict[str, Stage]) -> None:
     with pytest.raises(TypeError, match="lineage must be True or False, but got lineage=1"):
         StatefulDataLoader(corpus["a"], lineage=1)  # type: ignore[arg-type]
+
+
+def test_a_stream_in_this_process_leaves_the_global_generators_alone(corpus: dict[str, Stage]) -> None:
+    """Case 18: also where no stage draws, and over a resume; opening a lane seeds them too."""
+    loader = StatefulDataLoader(corpus["a"].tokenize(ids_of).pack(16), 4, lanes=4, seed=0)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(loader.state_dict())
+    next(batches)
+    assert torch.equal(torch.get_rng_state(), before)

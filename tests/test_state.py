@@ -20,7 +20,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from unbroken.errors import IncompleteState, InvalidState, StateMismatch, UnsealableState
-from unbroken.state import HEADER, VERSION, Difference, check_fingerprint, parse_header, parse_leaf, seal, unseal
+from unbroken.state import (
+    HEADER,
+    VERSION,
+    Difference,
+    check_fingerprint,
+    counts_otherwise,
+    parse_header,
+    parse_leaf,
+    seal,
+    unseal,
+)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -458,3 +468,22 @@ def test_with_something_fixed_the_report_does_not_offer_strict_false() -> None:
         held({"files": ["a"], "window": 1}, {"files": ["b"], "window": 2}, fixed=["files"])
     assert "strict=False" not in str(caught.value)
     assert "window" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "now", "expected"),
+    [
+        ("files", "b", True),
+        ("files[1]", "b", True),
+        ("web: files", "b", True),
+        ("web: files[2]", "b", True),
+        ("seq_len", 2, True),
+        ("window", 2, False),
+        ("new: files", "b", False),  # a source that was added
+    ],
+)
+def test_what_a_place_in_mid_epoch_counts_is_told_from_the_rest(field: str, now: Any, expected: bool) -> None:
+    saved = {"files": "a", "files[1]": "a", "web: files": "a", "web: files[2]": "a", "seq_len": 1, "window": 1}
+    kinds = {"seq_len": "held", "window": "order"}
+    found = counts_otherwise(saved, {**saved, field: now}, kinds, frozenset({"files"}))
+    assert found is expected

@@ -43,8 +43,7 @@ class LaneIterator(Protocol):
 class LaneStream(Protocol):
     """A dataset that knows lanes: one turn is one row, and its own state is exact by construction.
 
-    It sees to its random numbers itself, by the lane's seed and the place of a row: the loader seeds none for it. One
-    that seeds no global generator may say so by an attribute ``draws`` that is false: they are then left as they are.
+    It sees to its random numbers itself, by the lane's seed and the place of a row: the loader seeds none for it.
 
     ``default_lanes`` is the number of lanes where the user names none; ``describe()`` is its fingerprint: a dict of
     JSON values whose keys are the fields that a mismatch report lists. ``difference_class(field)`` says what another

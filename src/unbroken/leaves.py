@@ -19,9 +19,20 @@ import orjson
 
 from unbroken.errors import IncompleteState, InvalidState, StateMismatch
 from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
-from unbroken.state import HEADER, VERSION, Difference, check_fingerprint, parse_header, parse_leaf
+from unbroken.state import (
+    HEADER,
+    VERSION,
+    Difference,
+    check_fingerprint,
+    counts_otherwise,
+    parse_header,
+    parse_leaf,
+)
 
 __all__ = ["Leaves"]
+
+# What places in the middle of an epoch are places in.
+_FIXED = frozenset({"files", "offsets"})
 
 
 @final
@@ -103,10 +114,11 @@ class Leaves:
             position = self._read_lanes(state, header)
         else:
             position = self._read_all(state)
-        fixed = frozenset({"files"}) if position.mid_epoch and not position.stopped else frozenset[str]()
-        accepted = check_fingerprint(header["fingerprint"], self.fingerprint, self.kinds, fixed=fixed, strict=strict)
-        if position.stopped and any(difference.field == "files" for difference in accepted):
-            position.next_epoch(None)  # what the last one left is in the files of then
+        fixed = _FIXED if position.mid_epoch and not position.stopped else frozenset[str]()
+        saved = header["fingerprint"]
+        accepted = check_fingerprint(saved, self.fingerprint, self.kinds, fixed=fixed, strict=strict)
+        if position.stopped and counts_otherwise(saved, self.fingerprint, self.kinds, _FIXED):
+            position.next_epoch(None)  # what the last one left is in the files, and among the rows, of then
         if isinstance(position, LanesPosition) and self.ends != "repeat":
             position.settle(None, alone=self.ends == "alone")
         return position, accepted

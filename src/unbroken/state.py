@@ -30,6 +30,7 @@ __all__ = [
     "Difference",
     "check_fingerprint",
     "checked_sampler",
+    "counts_otherwise",
     "fragment",
     "parse_header",
     "parse_leaf",
@@ -266,6 +267,19 @@ def _sources_of(fingerprint: Mapping[str, Any]) -> set[str]:
     return {"", *map(_source_of, fingerprint)}
 
 
+def _is_held(field: str, kinds: Mapping[str, str], fixed: frozenset[str]) -> bool:
+    return kinds.get(field) == "held" or re.sub(r"^.*: |\[\d+\]$", "", field) in fixed
+
+
+def counts_otherwise(
+    saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str], fixed: frozenset[str]
+) -> bool:
+    """Whether a place in the middle of an epoch of the one pipeline means nothing in the other."""
+    both = _sources_of(saved) & _sources_of(now)
+    differing = (name for name in {*saved, *now} if saved.get(name) != now.get(name) and _source_of(name) in both)
+    return any(_is_held(name, kinds, fixed) for name in differing)
+
+
 def check_fingerprint(
     saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str], *, fixed: frozenset[str], strict: bool
 ) -> list[Difference]:
@@ -284,7 +298,7 @@ def check_fingerprint(
     ]
     if not fixed:
         found = [d for d in found if d.kind != "held"]
-    held = {d.field for d in found if d.kind == "held" or re.sub(r"^.*: |\[\d+\]$", "", d.field) in fixed}
+    held = {d.field for d in found if _is_held(d.field, kinds, fixed)}
     refused = [d for d in found if strict or d.field in held]
     if not refused:
         return found

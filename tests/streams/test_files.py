@@ -209,3 +209,22 @@ def test_what_goes_to_the_file_system_is_in_no_fingerprint_and_no_print(far: Sto
     plain, secret = (read_jsonl("far://day/a.jsonl", storage_options=given) for given in (None, {"key": "S3CR3T"}))
     assert plain.describe() == secret.describe()
     assert "S3CR3T" not in f"{secret!r} {secret}"
+
+
+def test_a_server_that_does_not_read_by_range_is_an_error_and_not_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole:
+        def cat_file(self, path: str, start: int, end: int) -> bytes:
+            return b"x" * 100  # as HTTP servers do that know no ranges
+
+    monkeypatch.setattr(reading_files, "_reach", lambda path, options: (Whole(), path))
+    with pytest.raises(BadRow, match=r"asked for 10 bytes from byte 5 on, its server sent 100(?s:.*)simplecache::"):
+        read_range("http://host/a.jsonl", 5, 15, Access())
+
+
+def test_a_local_read_that_comes_in_parts_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(bytes(range(50)))
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 7), at))
+    assert read_range(str(path), 3, 40, Access()) == bytes(range(3, 40))
+    assert read_range(str(path), 45, 90, Access()) == bytes(range(45, 50))

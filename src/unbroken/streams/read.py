@@ -51,8 +51,10 @@ def read(paths: Any, *, format: str | None = None, **options: Any) -> Stage:
 
     Raises ``ValueError`` where the names say nothing or different things, and what the function raises.
     """
+    if not isinstance(paths, str | os.PathLike):
+        paths = list(paths)  # a generator can be looked at once
     if format is None:
-        listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        listed = [paths] if isinstance(paths, str | os.PathLike) else paths
         found = {_format_of(os.fspath(path)) for path in listed}
         if len(found) > 1:
             raise ValueError(f"read: paths are of several formats ({', '.join(sorted(found))}). Read each by itself.")

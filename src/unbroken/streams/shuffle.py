@@ -57,6 +57,8 @@ class Shuffle(Stage):
 
     def begin(self, lane: Lane, course: Course) -> StageIterator:
         seed = lane.seed if self.seed is None else self.seed
+        if course.path:  # sources of one mix in orders of their own
+            seed = key(seed, "shuffle", course.path)
         source = self.source.begin(lane, course.shuffled(seed))
         return _ShuffleIterator(source, lane, -(-self.window // lane.count), seed, lineage=course.lineage)
 

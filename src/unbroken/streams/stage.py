@@ -190,11 +190,6 @@ class Stage(IterableDataset[Any], ABC):
         return "held" if counted or any(later.counts_rows for later in chain[place + 1 :]) else "safe"
 
     @property
-    def draws(self) -> bool:
-        """Whether any stage seeds the global generators, to draw from them."""
-        return any(stage.SEEDS for stage in self._all())
-
-    @property
     def depth(self) -> int:
         """How many stages there are on the longest way from files to here; sources that come and go do not count."""
         return 1 + (0 if self.named else max((source.depth for source in self.sources), default=0))
@@ -209,7 +204,7 @@ class Stage(IterableDataset[Any], ABC):
         if info is not None:
             return self.open(Lane(info.id, info.num_workers))
         rows = self.open(Lane(0, 1))
-        return _Isolated(rows) if self.draws else rows
+        return _Isolated(rows) if any(stage.SEEDS for stage in self._all()) else rows
 
     def __repr__(self) -> str:
         before = self.sources

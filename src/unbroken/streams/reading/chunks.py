@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, final
 
 import numpy as np
 
 from unbroken.streams.reading.files import SourceFile
 
-__all__ = ["Chunk", "Chunks", "chunk_bytes", "lines", "unpacked"]
+__all__ = ["Chunk", "Chunks", "chunk_bytes", "lines"]
 
 _MOST_CHUNK_BYTES = 4 << 20
 _CHUNKS_PER_LANE = 8
@@ -92,30 +92,3 @@ def lines(blocks: Iterable[bytes], offset: int, stop: int, *, inside: bool) -> I
     last = b"".join(parts)
     if last:
         yield offset, last
-
-
-def unpacked(blocks: Iterable[bytes], skip: int, decompressor: Callable[[], Any]) -> Iterator[bytes]:
-    """What compressed bytes hold, from ``skip`` on: one or several members, with zero bytes allowed between.
-
-    ``decompressor`` makes an object like ``zlib.decompressobj``. Raises ``EOFError`` where the last member is cut
-    short, and what the object raises.
-    """
-    member = None
-    for block in blocks:
-        while block:
-            if member is None:
-                block = block.lstrip(b"\0")
-                if not block:
-                    break
-                member = decompressor()
-            data = member.decompress(block)
-            if skip:
-                data, skip = data[skip:], max(0, skip - len(data))
-            if data:
-                yield data
-            block = member.unused_data
-            if not member.eof:
-                break
-            member = None
-    if member is not None:
-        raise EOFError("it ends in the middle of its data")

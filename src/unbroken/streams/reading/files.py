@@ -259,7 +259,13 @@ def read_range(path: str, start: int, stop: int, access: Access) -> bytes:
 def _read_local(path: str, start: int, stop: int) -> bytes:
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.pread(opened, stop - start, start)
+        found = os.pread(opened, stop - start, start)
+        while 0 < len(found) < stop - start:  # one call reads 2 GiB at most, and some file systems less
+            more = os.pread(opened, stop - start - len(found), start + len(found))
+            if not more:
+                break
+            found += more
+        return found
     finally:
         os.close(opened)
 
@@ -272,6 +278,11 @@ def _read_remote(path: str, start: int, stop: int, storage_options: Mapping[str,
         if status_of(error) == 416:  # "range not satisfiable": the file ends before
             return b""
         raise
+    if len(block) > stop - start:
+        raise BadRow(
+            f"{path}: asked for {stop - start} bytes from byte {start} on, its server sent {len(block)}: it does not "
+            "read files by range.\nCopy the file first, or have it done by a path that begins with 'simplecache::'."
+        )
     return block
 
 

@@ -25,7 +25,6 @@ _MOST_ROWS, _ROWS_AT_ONCE = 1024, 32
 _MOST_TEXT = 400
 _TABLES = ("arrow", "pandas", "polars")
 _BUFFER = "BufferShuffledExamplesIterable"
-_NEEDED = ("shard", "state_dict", "load_state_dict", "_ex_iterable", "_prepare_ex_iterable_for_iteration")
 _TURN_TO_ROWS = "Rows are dicts here: call with_format(None), or with_format('numpy') or ('torch'), before."
 
 

@@ -55,8 +55,9 @@ class Skips(Record):
             return
         self.reach(place)
         self.count += 1
-        if self.count <= _MOST_NAMED:
-            _log.warning(f'on_error="skip" leaves out {"a row" if what == "row" else "the rest of"} {where}: {reason}')
+        if self.count <= _MOST_NAMED or self.count in (10, 100, 1000, 10_000, 100_000):
+            left_out = "a row" if what == "row" else "the rest of"
+            _log.warning(f'on_error="skip" leaves out {left_out} {where}: {reason} ({self.count} in this lane)')
         self._places[place] = what
         if len(self._places) > _MOST_PLACES:
             oldest = next((known for known, what in self._places.items() if what == "row"), None)

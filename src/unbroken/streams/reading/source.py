@@ -292,7 +292,7 @@ class _SourceIterator(StageIterator):
             state, self._format.NAME, chunk=int, place=(int, list), grain=int, order=(int, type(None))
         )
         place, *mark = place or [None] if isinstance(place, list) else [place]
-        if not all(type(part) is int and part >= 0 for part in (place, *mark)):
+        if not all(type(part) is int and 0 <= part < 1 << 62 for part in (place, *mark)) or max(number, grain) >> 62:
             raise InvalidState(f"{self._format.NAME}: a place in a position has whole numbers, not {[place, *mark]!r}.")
         if self._dealt is not None:
             raise InvalidState(f"{self._format.NAME}: rows were read already. Load a position right after open().")
