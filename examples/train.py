@@ -1,8 +1,12 @@
-"""Train a small GPT on raw text. Stop it in any way, start it again: it goes on to the last bit.
+"""Train a small GPT on text or token ids. Stop it in any way, start it again: it goes on to the last bit.
 
     python examples/train.py --data corpus.jsonl --tokenizer tok.json --out runs/one
     python examples/train.py --data corpus.jsonl --tokenizer tok.json --out runs/one --resume --workers 3
     torchrun --nproc-per-node 2 examples/train.py --data corpus.jsonl --tokenizer tok.json --out runs/one --resume
+
+    python examples/train.py --data 'web/*.parquet' --text content --tokenizer tok.json --out runs/two
+    python examples/train.py --data tokens.bin --dtype uint16 --vocab-size 50257 --out runs/three
+    python examples/train.py --data my_mix.py:make_stream --tokenizer tok.json --out runs/four
 
 ``--batch-size`` is the number of rows in a global step. It is divided by the ranks, so each step holds the same rows
 whatever their number. Each rank writes OUT/log-rank<r>.jsonl, one line a step; checkpoints are OUT/step-<n>. The first
@@ -29,10 +33,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from model import GPT, GPTConfig
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
+from training_data import add_data_options, check_ids, load_data
 
 import unbroken
 
@@ -48,15 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
     add = parser.add_argument
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", nargs="+", required=True, metavar="PATH", help="JSONL files with a field 'text'")
-    data.add_argument("--tokenizer", required=True, metavar="JSON", help="a tokenizer saved by `tokenizers`")
-    data.add_argument("--eos", default="<|endoftext|>", help="token between documents (default: %(default)s)")
-    data.add_argument("--batch-size", type=int, default=8, help="rows in a global step, over all ranks (%(default)s)")
-    data.add_argument("--seq-len", type=int, default=128, help="tokens in a row (%(default)s)")
-    data.add_argument("--lanes", type=int, default=16, help="logical workers; fixed for a run (%(default)s)")
-    data.add_argument("--window", type=int, default=256, help="documents in the shuffle window (%(default)s)")
-    data.add_argument("--workers", type=int, default=0, help="loader processes a rank; free to change (%(default)s)")
+    add_data_options(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--width", type=int, default=128, help="(%(default)s)")
     model.add_argument("--layers", type=int, default=4, help="(%(default)s)")
@@ -73,8 +69,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     skip = "restore model and optimizer but not the data's place: shows what an inexact resume looks like"
     add("--skip-loader-state", action="store_true", help=skip)
     args = parser.parse_args(argv)
-    for name in ("batch_size", "seq_len", "lanes", "window", "steps", "save_every", "threads"):
-        if getattr(args, name) < 1:
+    for name in ("batch_size", "seq_len", "lanes", "window", "vocab_size", "steps", "save_every", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(args, name)}")
     return args
 
@@ -154,20 +150,14 @@ class Checkpoints:
 # --- Data --------------------------------------------------------------------------------------------------------
 
 
-def make_loader(args: argparse.Namespace, world: int) -> unbroken.StatefulDataLoader:
-    """Raw JSONL to packed rows: shuffled, tokenised and packed as they are needed.
+def make_loader(args: argparse.Namespace, stream: unbroken.Stage, world: int) -> unbroken.StatefulDataLoader:
+    """Batches of the stream, dealt to the ranks.
 
     A step needs every rank, so all end an epoch together, when the first has no full batch left: that is what the
-    loader's ``group`` is for.
+    loader's ``group`` is for. With ``--at-end repeat`` there is no such end.
     """
     if args.batch_size % world:
         raise SystemExit(f"--batch-size {args.batch_size} cannot be divided by {world} ranks: choose a multiple.")
-    stream = (
-        unbroken.read_jsonl(args.data)
-        .shuffle(window=args.window, seed=args.seed)
-        .tokenize(args.tokenizer, text="text", append=args.eos)
-        .pack(args.seq_len)
-    )
     return unbroken.StatefulDataLoader(
         stream,
         batch_size=args.batch_size // world,
@@ -175,6 +165,7 @@ def make_loader(args: argparse.Namespace, world: int) -> unbroken.StatefulDataLo
         drop_last=True,
         lanes=args.lanes,
         group=dist.group.WORLD if world > 1 else None,
+        at_end=args.at_end,
         seed=args.seed,
     )
 
@@ -195,7 +186,10 @@ def batches(loader: unbroken.StatefulDataLoader) -> Iterator[tuple[Batch, float]
             yield batch, time.perf_counter() - began
             began = time.perf_counter()
         if not taken:
-            raise SystemExit("A whole epoch has no full batch: give more text, or a smaller --batch-size or --seq-len.")
+            raise SystemExit(
+                "A whole epoch has no full batch: give more data (of compressed files, at least one for each rank), or "
+                "a smaller --batch-size or --seq-len."
+            )
 
 
 # --- Training ----------------------------------------------------------------------------------------------------
@@ -254,21 +248,18 @@ def open_log(path: Path) -> TextIO:
     return log
 
 
-def prepare(args: argparse.Namespace, rank: int, world: int) -> tuple[Training, dict[str, Any]]:
+def prepare(
+    args: argparse.Namespace, stream: unbroken.Stage, vocab_size: int, rank: int, world: int
+) -> tuple[Training, dict[str, Any]]:
     """Everything that a checkpoint holds: model, optimizer, random numbers and the data's place."""
-    tokenizer = Tokenizer.from_file(args.tokenizer)
-    if tokenizer.token_to_id(args.eos) is None:
-        raise SystemExit(f"{args.tokenizer} has no token {args.eos!r}: name the one it has with --eos.")
     torch.manual_seed(args.seed)
-    model: nn.Module = GPT(
-        GPTConfig(tokenizer.get_vocab_size(), args.width, args.layers, args.heads, args.dropout),
-    )
+    model: nn.Module = GPT(GPTConfig(vocab_size, args.width, args.layers, args.heads, args.dropout))
     if world > 1:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     torch.manual_seed(args.seed + 1 + rank)  # weights are equal on all ranks, dropout is not
     training = Training(model, optimizer)
-    loader = make_loader(args, world)
+    loader = make_loader(args, stream, world)
     return training, {"training": training, "rng": Randomness(rank), "loader": loader}
 
 
@@ -296,16 +287,17 @@ def resume(args: argparse.Namespace, checkpoints: Checkpoints, parts: dict[str, 
 
 def train(args: argparse.Namespace, rank: int, world: int, stop: Stop, checkpoints: Checkpoints) -> int:
     """Run to ``args.steps``, or until a signal; returns the last step."""
-    training, parts = prepare(args, rank, world)
+    stream, vocab_size = load_data(args)
+    training, parts = prepare(args, stream, vocab_size, rank, world)
     resume(args, checkpoints, parts, rank)
     start = training.step
     if start >= args.steps:
         print(f"step {start} of {args.steps} is already reached: nothing to do", flush=True)
         return start
-    tokens = args.batch_size * args.seq_len
     with closing(parts["loader"]), open_log(args.out / f"log-rank{rank}.jsonl") as log:
         began = time.perf_counter()
         for batch, wait in batches(parts["loader"]):
+            check_ids(batch, vocab_size)
             loss = train_step(training.model, training.optimizer, batch, world)
             training.step += 1
             seconds, began = time.perf_counter() - began, time.perf_counter()
@@ -317,6 +309,7 @@ def train(args: argparse.Namespace, rank: int, world: int, stop: Stop, checkpoin
             log.write(json.dumps(line) + "\n")
             log.flush()
             if rank == 0:
+                tokens = args.batch_size * batch["input_ids"].shape[1]
                 speed = f"{tokens / seconds:8,.0f} tokens/s   waited {wait * 1000:7.2f} ms for data"
                 print(f"step {training.step:6d}   loss {loss:.6f}   {speed}", flush=True)
             last = any_rank(stop.signal is not None, world) or training.step == args.steps

@@ -38,7 +38,7 @@ def test_the_version_is_printed() -> None:
 def test_the_help_of_the_demo_says_what_is_compared_and_what_the_exit_codes_mean() -> None:
     result = runner.invoke(app, ["demo", "--help"])
     assert result.exit_code == 0
-    for word in ("SIGKILL", "Exit code", "--skip-loader-state", "--keep", "--trainer"):
+    for word in ("SIGKILL", "Exit code", "--skip-loader-state", "--keep", "--trainer", "--data", "Parquet"):
         assert word in result.output
 
 
@@ -55,11 +55,29 @@ def test_the_options_reach_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert runner.invoke(app, options).exit_code == 0
     (plan,) = plans
     assert (plan.out, plan.keep, plan.skip_loader_state, plan.kill_at, plan.steps) == (tmp_path, True, True, 6, 12)
+    assert plan.data is None
 
 
-@pytest.mark.parametrize("options", [["--trainer", "nowhere.py"], ["--kill-at", "3"]])
-def test_a_demo_that_cannot_be_run_has_an_exit_code_of_its_own(options: list[str]) -> None:
+def test_the_data_reaches_the_demo_in_one_option_or_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    monkeypatch.setattr(unbroken.demo, "run_demo", lambda plan, console: plans.append(plan) or True)
+    about = ["--format", "parquet", "--text", "body", "--dtype", "uint16", "--vocab-size", "300"]
+    for paths in (["--data", "a", "b", "c"], ["--data", "a", "--data", "b", "c"]):
+        assert runner.invoke(app, ["demo", *paths, *about]).exit_code == 0
+    expected = unbroken.demo.Data(("a", "b", "c"), "parquet", "body", "uint16", 300)
+    assert [plan.data for plan in plans] == [expected, expected]
+
+
+@pytest.mark.parametrize("options", [["a.parquet"], ["--text", "body"], ["--dtype", "uint16"]])
+def test_options_about_data_without_data_are_refused(options: list[str]) -> None:
     result = runner.invoke(app, ["demo", *options])
+    assert result.exit_code == 2
+    assert "--data PATH" in result.output
+
+
+@pytest.mark.parametrize("options", [["--trainer", "nowhere.py"], ["--kill-at", "3"], ["--data", "x.py"]])
+def test_a_demo_that_cannot_be_run_has_an_exit_code_of_its_own(options: list[str], tmp_path: Path) -> None:
+    result = runner.invoke(app, ["demo", *options, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert "The demo could not be run." in result.output
 

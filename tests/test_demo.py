@@ -1,7 +1,7 @@
 """The demo: its verdict on recorded logs, its processes, and the whole with an imitated and with the real trainer.
 
 The imitated trainer follows the same options and writes the same logs without a model, so what the demo makes of good
-and of bad runs is seen in seconds.
+and of bad runs is seen in seconds. Data of the user's is in test_demo_data.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import json, os, pathlib, signal, sys
 options = dict(option.lstrip("-").split("=") for option in sys.argv[1:] if "=" in option)
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+(out / "options.json").write_text(json.dumps(sys.argv[1:]))
 start = max(int(p.parent.name[5:]) for p in out.glob("step-*/.metadata")) if "--resume" in sys.argv else 0
 behind = start if "--skip-loader-state" in sys.argv else 0
 with open(out / f"log-rank{rank}.jsonl", "a") as log:
@@ -209,6 +210,17 @@ def test_a_run_that_fails_shows_the_end_of_its_output(tmp_path: Path) -> None:
     with (
         TrainingRun(trainer, tmp_path / "out", ()).start() as running,
         pytest.raises(DemoError, match=r"exit code 1\.\n(.*\n)*first words\nthe reason"),
+    ):
+        running.watch(lambda step, loss: None)
+
+
+def test_the_report_that_torchrun_ends_with_does_not_hide_the_reason(tmp_path: Path) -> None:
+    trainer = tmp_path / "fails.py"
+    noise = "E1201 torch/distributed/elastic/multiprocessing/api.py:1002] failed"
+    trainer.write_text(f"print('the reason')\nprint({noise!r})\nprint(50 * 'a line\\n')\nraise SystemExit(1)\n")
+    with (
+        TrainingRun(trainer, tmp_path / "out", ()).start() as running,
+        pytest.raises(DemoError, match=r"ends with\n\nthe reason$"),
     ):
         running.watch(lambda step, loss: None)
 

@@ -1,4 +1,7 @@
-"""examples/train.py as a user runs it: a process of its own, stopped, resumed, refused."""
+"""examples/train.py as a user runs it: a process of its own, stopped, resumed, refused.
+
+What it makes of ``--data`` is in test_examples_data.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import unbroken
@@ -82,6 +88,37 @@ def test_without_the_place_of_the_data_every_batch_and_loss_differs(
         assert check.found.startswith("3 of 3 differ")
 
 
+MIX = """
+import unbroken
+
+def make():
+    sources = {"table": unbroken.read_parquet("rows.parquet").repeat(), "lines": unbroken.read_jsonl("corpus.jsonl")}
+    return unbroken.mix(sources, {"table": 0.5, "lines": 0.5})
+"""
+
+
+@pytest.mark.parametrize("kind", ["a mix that a function returns", "a file of tokens"])
+def test_other_data_goes_on_in_another_number_of_workers(kind: str, text: tuple[str, ...], tmp_path: Path) -> None:
+    if kind == "a file of tokens":
+        np.random.default_rng(0).integers(0, 500, 60_000).astype(np.uint16).tofile(tmp_path / "raw.bin")
+        data = [f"--data={tmp_path / 'raw.bin'}", "--dtype=uint16", "--vocab-size=500"]
+    else:
+        table = pa.table({"text": [f"{number} is not {number + 1}. " * 9 for number in range(200)]})
+        pq.write_table(table, tmp_path / "rows.parquet", row_group_size=20)
+        corpus = text[0].removeprefix("--data=")
+        (tmp_path / "the_mix.py").write_text(MIX.replace("corpus", corpus[:-6]).replace("rows.", f"{tmp_path}/rows."))
+        data = [f"--data={tmp_path / 'the_mix.py'}:make", text[1]]
+    options = (tmp_path / "run", "--steps=4", "--save-every=2")
+    first = train(tuple(data), *options)
+    assert first.returncode == 0, first.stderr
+    (tmp_path / "run" / "step-000004" / ".metadata").unlink()
+    second = train(tuple(data), *options, "--resume", "--workers=2")
+    assert second.returncode == 0, second.stderr
+    was, now = (read_log(tmp_path / "run" / "log-rank0.jsonl", start) for start in (0, 2))
+    for check in (compare_losses("losses", was, now, [3, 4]), compare_digests("batches", was, now, [3, 4])):
+        assert check.passed, check.found
+
+
 def test_to_resume_where_there_is_no_checkpoint_is_refused(text: tuple[str, ...], tmp_path: Path) -> None:
     done = train(text, tmp_path, "--resume")
     assert done.returncode == 1
@@ -112,7 +149,15 @@ def test_the_help_explains_how_to_resume() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "train.py"), "--help"], capture_output=True, text=True, timeout=100, check=True
     )
-    for word in ("torchrun", "--resume", "--async-save", "--skip-loader-state", "Ctrl-C"):
+    for word in (
+        "torchrun",
+        "--resume",
+        "--async-save",
+        "--skip-loader-state",
+        "Ctrl-C",
+        "Parquet",
+        "FILE.py:FUNCTION",
+    ):
         assert word in done.stdout
 
 

@@ -49,6 +49,13 @@ def _end(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
+_DATA = (
+    "Train on these instead of Python's sources: JSONL (plain, gz, zst), Parquet, Arrow, tar or token files, quoted "
+    "patterns, or FILE.py:FUNCTION, which returns a stream. More paths may follow."
+)
+_VOCAB = "Token ids of the data, or of the tokenizer that is trained. Default: by the first megabytes; 2048."
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for logs and the picture.")] = Path("demo-out"),
@@ -63,6 +70,14 @@ def demo(
             help="Resume model and optimizer, but not the data's place: shows that the comparison can fail.",
         ),
     ] = False,
+    data: Annotated[list[str] | None, typer.Option("--data", metavar="PATH...", help=_DATA)] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="More paths of --data.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="jsonl, parquet, arrow, tar or tokens, where names do not tell it.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="The field of the text. Default: text, or txt.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of raw token files, such as uint16.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help=_VOCAB)] = None,
 ) -> None:
     """Train a small model, kill it, resume it, and hold it against the run that never stopped.
 
@@ -73,12 +88,19 @@ def demo(
     Exit code: 0 if all is equal, 1 if anything differs, 2 if the demo could not be run.
     """
     # Imported here: --help and --version need none of it.
-    from unbroken.demo import DemoError, Plan, find_trainer, run_demo
+    from unbroken.demo import Data, DemoError, Plan, find_trainer, run_demo
 
     console = Console()
     signal.signal(signal.SIGTERM, _end)
+    paths = (*(data or ()), *(more or ()))
+    if not data and (paths or format or text or dtype):
+        raise typer.BadParameter("Name the data with --data PATH...")
     try:
         plan = Plan(out, find_trainer(trainer), skip_loader_state=skip_loader_state, keep=keep)
+        if paths:
+            plan = replace(plan, data=Data(paths, format, text, dtype, vocab_size))
+        elif vocab_size is not None:
+            plan = replace(plan, vocab_size=vocab_size)
         if quick:
             plan = replace(plan, steps=12, save_every=4, restore=4, corpus_bytes=1_000_000)
         passed = run_demo(replace(plan, kill_at=kill_at), console)

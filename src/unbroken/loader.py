@@ -231,6 +231,10 @@ class StatefulDataLoader(DataLoader[Any], Run):
                 "its own, exact on the same number of ranks only. Pass dp_rank and dp_world_size (or mesh) to change "
                 "it at a resume."
             )
+        elif world > 1 and self._kind == "stream" and not self._options.sharded:
+            say_once(
+                "Each rank gets all rows of the stream: pass group=, mesh=, or dp_rank and dp_world_size to share them."
+            )
         fingerprint, kinds = fingerprint_of(self.dataset, self._options, self._order, self._lanes, self.batch_size)
         return Leaves(
             self._kind, self._shared, rank, world, self._lanes, self._mine(), fingerprint, kinds,

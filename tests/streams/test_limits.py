@@ -58,7 +58,16 @@ def test_they_count_what_comes_to_them_in_their_order(corpus: Stage) -> None:
     assert run(corpus.filter(lambda n: n % 2 == 0).skip(2).take(3)) == [4, 6, 8]
     assert run(corpus.take(3).repeat(2)) == [0, 1, 2, 0, 1, 2]
     assert run(corpus.take(3).repeat(4).skip(4).take(3)) == [1, 2, 0]
-    assert sorted(run(corpus.take(9).shuffle(4, seed=1))) != run(corpus.take(9))
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_shuffle_behind_them_changes_no_set(corpus: Stage, epoch: int, lanes: int) -> None:
+    """So that rows that are held out stay held out."""
+    held = [row for rows in run_lanes(corpus.take(9).shuffle(4, seed=1), lanes, epoch=epoch) for row in rows]
+    rest = [row for rows in run_lanes(corpus.skip(9).shuffle(40, seed=1), lanes, epoch=epoch) for row in rows]
+    assert sorted(held) == sorted(row for rows in run_lanes(corpus.take(9), lanes) for row in rows)
+    assert not set(held) & set(rest) and len(held + rest) == len(run(corpus))
 
 
 @pytest.mark.parametrize("lane", [Lane(0, 1), Lane(1, 4, epoch=2, seed=9)])

@@ -1,10 +1,10 @@
-"""Real text that every machine has: the sources of Python's standard library, and a tokenizer trained on them."""
+"""Real text that every machine has, the sources of Python's standard library; and a tokenizer trained on text."""
 
 from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from unbroken.errors import DemoError
 
-__all__ = ["END_OF_TEXT", "train_tokenizer", "write_corpus"]
+__all__ = ["END_OF_TEXT", "train_tokenizer", "train_tokenizer_on", "write_corpus"]
 
 END_OF_TEXT = "<|endoftext|>"
 # Third-party packages are not the standard library, and a test folder may be as large as all the rest.
@@ -58,7 +58,13 @@ def write_corpus(path: Path, size: int, root: Path | None = None) -> int:
 
 
 def train_tokenizer(corpus: Path, path: Path, vocab_size: int) -> int:
-    """Train a byte-level BPE tokenizer on the field "text" and save it as JSON; returns the size of its vocabulary."""
+    """Train a tokenizer on the field "text" of a corpus of JSON lines; see ``train_tokenizer_on``."""
+    with corpus.open(encoding="utf-8") as rows:
+        return train_tokenizer_on((json.loads(row)["text"] for row in rows), path, vocab_size)
+
+
+def train_tokenizer_on(texts: Iterable[str], path: Path, vocab_size: int) -> int:
+    """Train a byte-level BPE tokenizer and save it as JSON; returns the size of its vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,7 +74,6 @@ def train_tokenizer(corpus: Path, path: Path, vocab_size: int) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with corpus.open(encoding="utf-8") as rows:
-        tokenizer.train_from_iterator((json.loads(row)["text"] for row in rows), trainer=trainer)
+    tokenizer.train_from_iterator(texts, trainer=trainer)
     tokenizer.save(str(path))
     return int(tokenizer.get_vocab_size())

@@ -7,14 +7,16 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from unbroken.demo.corpus import END_OF_TEXT, train_tokenizer, write_corpus
+from unbroken.demo.data import Data, study
 from unbroken.demo.processes import RunningTraining, TrainingRun
 from unbroken.demo.report import draw_losses, show_checks
 from unbroken.demo.verdict import Check, Log, compare_digests, compare_losses, compare_rows
@@ -33,6 +35,8 @@ class Plan:
     """What the demo does. Steps after ``restore`` are compared; the kill comes after one of them.
 
     ``skip_loader_state`` resumes model and optimizer but not the data's place: the comparison must then fail.
+    ``data`` is what is trained on; ``None`` stands for the sources of Python's standard library. Of these
+    ``corpus_bytes`` are written, and of other data so many are looked at.
     """
 
     out: Path
@@ -43,6 +47,7 @@ class Plan:
     kill_at: int | None = None
     skip_loader_state: bool = False
     keep: bool = False
+    data: Data | None = None
     corpus_bytes: int = 3_000_000
     vocab_size: int = 2048
     options: tuple[str, ...] = ("--batch-size=8", "--seq-len=256", "--lanes=16", "--window=64")
@@ -90,10 +95,14 @@ class _Bars:
         self._progress.stop_task(task)  # the clock of a run that was killed stands still too
 
     @contextmanager
-    def wait(self, name: str) -> Iterator[None]:
-        """A bar for one thing that is either done or not."""
-        task = self._progress.add_task(name, total=1, note="")
-        yield
+    def wait(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A bar for one thing that is either done or not; gives what to call with a note on it."""
+        task = self._progress.add_task(escape(name), total=1, note="")
+
+        def note(words: str) -> None:
+            self._progress.update(task, note=words)
+
+        yield note
         self._progress.update(task, completed=1)
 
 
@@ -126,9 +135,6 @@ def _checkpoint(plan: Plan, run: str) -> Path:
 
 def _training(plan: Plan, run: str, *, workers: int, ranks: int = 1) -> TrainingRun:
     options = (
-        f"--data={plan.out / 'corpus.jsonl'}",
-        f"--tokenizer={plan.out / 'tokenizer.json'}",
-        f"--eos={END_OF_TEXT}",
         f"--steps={plan.steps}",
         f"--save-every={plan.save_every}",
         f"--workers={workers}",
@@ -199,6 +205,19 @@ def _ranks_run(plan: Plan, bars: _Bars) -> tuple[Log, ...]:
         return tuple(running.log(start, rank) for rank in range(_RANKS))
 
 
+def _data_options(plan: Plan, bars: _Bars) -> tuple[str, ...]:
+    """The trainer's options about its data, which is made where there is none, and the tokenizer trained."""
+    corpus, tokenizer = plan.out / "corpus.jsonl", plan.out / "tokenizer.json"
+    if plan.data is not None:
+        with bars.wait(f"data: {plan.data.name}") as note:
+            return study(plan.data, tokenizer, plan.corpus_bytes, plan.vocab_size, note)
+    with bars.wait("corpus: Python's standard library"):
+        rows = write_corpus(corpus, plan.corpus_bytes)
+    with bars.wait(f"tokenizer: BPE on {rows} files"):
+        train_tokenizer(corpus, tokenizer, plan.vocab_size)
+    return f"--data={corpus}", f"--tokenizer={tokenizer}", f"--eos={END_OF_TEXT}"
+
+
 def _run_all(plan: Plan, console: Console) -> _Found:
     columns = (
         TextColumn("{task.description}"),
@@ -209,10 +228,7 @@ def _run_all(plan: Plan, console: Console) -> _Found:
     )
     with Progress(*columns, console=console) as progress:
         bars = _Bars(progress)
-        with bars.wait("corpus: Python's standard library"):
-            rows = write_corpus(plan.out / "corpus.jsonl", plan.corpus_bytes)
-        with bars.wait(f"tokenizer: BPE on {rows} files"):
-            train_tokenizer(plan.out / "corpus.jsonl", plan.out / "tokenizer.json", plan.vocab_size)
+        plan = replace(plan, options=(*plan.options, *_data_options(plan, bars)))
         reference = _unbroken_run(plan, bars)
         killed = _killed_run(plan, bars, console)
         resumed = _resumed_run(plan, bars)
@@ -239,6 +255,8 @@ def run_demo(plan: Plan, console: Console) -> bool:
     Raises:
         DemoError: a run failed or could not be started, so there is nothing to compare.
     """
+    if plan.data is not None and any(plan.out.resolve() in Path(p).resolve().parents for p in plan.data.paths):
+        raise DemoError(f"--data {plan.data.name} lies in {plan.out}, which is emptied first. Name another --out.")
     _empty(plan.out)
     if plan.skip_loader_state:
         console.print("[yellow]--skip-loader-state: the data's place is not restored, so this should fail.[/]")
@@ -250,7 +268,7 @@ def run_demo(plan: Plan, console: Console) -> bool:
     if passed and not plan.keep:
         for path in plan.out.glob("?/step-*"):
             shutil.rmtree(path)
-        (plan.out / "corpus.jsonl").unlink()
+        (plan.out / "corpus.jsonl").unlink(missing_ok=True)
     else:
         console.print(f"Checkpoints, logs and output of all runs: {plan.out}", soft_wrap=True)
     return passed

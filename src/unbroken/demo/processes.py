@@ -23,6 +23,7 @@ _POLL = 0.02  # seconds between two looks at a log
 _GRACE = 10.0  # seconds that a run is given to end by itself before it is killed
 _GRACE_OF_RANKS = 40.0  # torchrun gives its ranks 30 of them, and only it knows them
 _TAIL = 40  # lines of output shown of a run that failed
+_TORCHRUN = "torch/distributed/elastic/"
 
 
 def find_trainer(given: Path | None = None) -> Path:
@@ -138,7 +139,9 @@ class RunningTraining:
 
     def _failure(self) -> str:
         lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
-        shown = "\n".join(lines[-_TAIL:]) or "(no output)"
+        # torchrun ends with a report of its own, longer than the tail, that does not say what failed.
+        own = next((line for line, text in enumerate(lines) if _TORCHRUN in text), len(lines))
+        shown = "\n".join(lines[:own][-_TAIL:]) or "(no output)"
         code = self._process.returncode
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"A training run {how}.\n  {' '.join(self.command)}\nIts output ends with\n\n{shown}"

@@ -236,7 +236,15 @@ class RowFeed(Feed):
         if not batching.batched:
             return default_convert(values[0])  # type: ignore[no-untyped-call]
         batch = stack_rows(values)
-        return stacked(collate(values)) if batch is None else batch
+        if batch is not None:
+            return batch
+        try:
+            return stacked(collate(values))
+        except (RuntimeError, ValueError) as error:
+            raise type(error)(
+                f"The rows of a batch do not stack: {error}.\n"
+                "Make them equal in shape (documents by pack()), or pass a collate_fn, or batch_size=None."
+            ) from error
 
     def _value(self, row: _Row) -> Any:
         if row.layout is None:

@@ -93,6 +93,10 @@ class Course:
         """The course for a source whose chunks are to come in a random order."""
         return replace(self, order=ChunkOrder(seed))
 
+    def in_order(self) -> Course:
+        """The course for a source whose first rows are to be the same in every epoch, whatever is shuffled later."""
+        return replace(self, order=None)
+
     def into(self, name: str) -> Course:
         """The course for a source of this name."""
         return replace(self, path=f"{self.path}{name}/")

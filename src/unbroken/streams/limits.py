@@ -43,7 +43,7 @@ class Take(Stage):
         return (self.source,)
 
     def begin(self, lane: Lane, course: Course) -> StageIterator:
-        return _TakeIterator(self.source.begin(lane, course), _share(self.rows, lane))
+        return _TakeIterator(self.source.begin(lane, course.in_order()), _share(self.rows, lane))
 
     def fields(self) -> dict[str, Any]:
         return {"take": self.rows}
@@ -77,7 +77,7 @@ class Skip(Stage):
         return (self.source,)
 
     def begin(self, lane: Lane, course: Course) -> StageIterator:
-        return _SkipIterator(self.source.begin(lane, course), _share(self.rows, lane))
+        return _SkipIterator(self.source.begin(lane, course.in_order()), _share(self.rows, lane))
 
     def fields(self) -> dict[str, Any]:
         return {"skip": self.rows}

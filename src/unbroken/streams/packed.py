@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ __all__ = [
     "kept_of",
     "laid_out",
 ]
+
+_log = logging.getLogger("unbroken")
+_said: list[bool] = []  # once a process
 
 Tokens: TypeAlias = npt.NDArray[np.int64]
 Row: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -221,6 +225,12 @@ class Documents:
             raise self._failed
         row = next(self.source)
         ids = None if row is GONE else _tokens_of(row, self.source)
+        if not self.number and ids is not None and "labels" in row and not _said:
+            _said.append(True)
+            _log.warning(
+                "pack: documents have 'labels' of their own, which are not used: labels of packed rows are the next "
+                "tokens. To leave tokens out of the loss, mark them by document_ids or a map() after pack()."
+            )
         self.number += 1
         return ids
 

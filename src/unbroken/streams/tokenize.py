@@ -101,7 +101,7 @@ class Tokenize(Stage):
 
     def fields(self) -> dict[str, Any]:
         return {
-            "tokenizer": f"sha256:{self.digest}" if self.digest else _digest_of(self.tokenizer),
+            "tokenizer": _digest_of(_at_hand(self)),
             "text": self.text,
             "append": list(self.tail),
             "add_special_tokens": self.add_special_tokens,
@@ -246,6 +246,11 @@ def _check_repeatable(tokenizer: Any) -> None:
     if tokenizer.padding is not None:
         raise ValueError(
             "tokenize: this tokenizer pads, which would put pad tokens into documents. Call tokenizer.no_padding()."
+        )
+    if tokenizer.truncation is not None:
+        raise ValueError(
+            f"tokenize: this tokenizer cuts texts off after {tokenizer.truncation['max_length']} tokens. Call "
+            "tokenizer.no_truncation(); pack(..., overflow=) says what becomes of long documents."
         )
     if getattr(tokenizer.model, "dropout", None):
         raise ValueError(

@@ -5,6 +5,7 @@ A format says how files are cut into chunks and what the rows of a chunk are. Th
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ from unbroken.streams.reading.skips import Skips
 from unbroken.streams.stage import Stage, StageIterator
 
 __all__ = ["Bad", "ChunkList", "Format", "Source"]
+
+_log = logging.getLogger("unbroken")
+_told: set[tuple[str, int, int]] = set()  # once a process
 
 
 @final
@@ -249,6 +253,8 @@ class _SourceIterator(StageIterator):
             chunks = self._format.chunks(self._grain)
             order = None if self._seed is None else ChunkOrder(self._seed).of(len(chunks), self._lane.epoch)
             self._dealt = chunks, order
+            if not self._lane.index and 0 < len(chunks) < self._lane.count:
+                _tell_of_few(self._name, len(chunks), self._lane.count)
         chunks, order = self._dealt
         place = self._lane.index + number * self._lane.count
         if place >= len(chunks):
@@ -316,3 +322,12 @@ class _SourceIterator(StageIterator):
         if self._last is None:
             return ()
         return (Origin(self._name, *self._format.locate(*self._last)),)
+
+
+def _tell_of_few(name: str, chunks: int, lanes: int) -> None:
+    if (name, chunks, lanes) not in _told:
+        _told.add((name, chunks, lanes))
+        _log.warning(
+            f"{name}: there are {chunks} chunks on {lanes} lanes, so {lanes - chunks} lanes have no rows of it (in a "
+            f"mix its share is smaller by that). Give more files, or lanes={chunks} or fewer."
+        )
