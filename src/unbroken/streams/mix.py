@@ -47,8 +47,8 @@ def mix(
     ``stop="first"`` ends a lane when the source whose turn it is has no more rows; ``"all"`` leaves such a source out
     and ends when none that has a weight has any; ``"repeat"`` begins it again (its next epoch), leaves it out only
     after a long run of passes without a row (8 for each lane, at least 32), and ends when each that has a weight has
-    come to its end. Each lane has a part of each source: one with fewer chunks than lanes has no rows on some of them, which ends those
-    lanes early with ``"first"``, and makes its share smaller with the others. That is told through the logger.
+    come to its end. Each lane has a part of each source: one with fewer chunks than lanes has no rows on some of them,
+    which ends those lanes early with ``"first"``, and makes its share smaller with the others. The logger tells.
 
     At a resume weights may be other ones, and sources may have been added or taken out: each goes on from its place,
     and the position has the history of the weights. What holds now holds for rows that were not yet read; a lane that
