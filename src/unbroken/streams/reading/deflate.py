@@ -184,8 +184,10 @@ def _header_length(data: bytes) -> int | None:
 
     Raises ``zlib.error`` where it is none.
     """
-    if not b"\x1f\x8b\x08".startswith(data[:3]):
+    if not b"\x1f\x8b".startswith(data[:2]):
         raise zlib.error("incorrect header check")
+    if data[2:3] not in (b"", b"\x08"):
+        raise zlib.error("unknown compression method")
     if len(data) < 10:
         return None
     flags, at = data[3], 10
