@@ -31,7 +31,7 @@ class Words(ds.Sized, ds.IterableDataset):
         return {"files": [f"file of {self.n} rows"]}
 
     def difference_class(self, field: str) -> str:
-        return "data"
+        return "data, held" if field == "files" else "data"
 
     def __iter__(self) -> Iterator[int]:
         raise AssertionError("a stream is opened lane by lane")

@@ -26,11 +26,15 @@ from unbroken.state import (
     Difference,
     check_fingerprint,
     counts_otherwise,
+    fields_of_gone,
     parse_header,
     parse_leaf,
     seal,
     unseal,
 )
+
+# torch says this once a process, wherever the first such tensor is made.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -106,8 +110,6 @@ STATES = st.recursive(
 )
 
 
-# torch says this once a process, wherever the first such tensor is made.
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @given(STATES)
 def test_a_sealed_state_comes_back_with_every_type_and_bit(state: Any) -> None:
     text = seal(state)
@@ -405,11 +407,13 @@ def test_a_leaf_that_is_no_json_object_is_refused_by_its_name(text: Any) -> None
 
 # The fingerprint
 
-KINDS = {"window": "order", "workers": "safe", "seed": "order"}
+KINDS = {"window": "order", "workers": "safe", "seed": "order", "files": "data, held"}
 
 
-def held(saved: dict[str, Any], now: dict[str, Any], *, strict: bool = True, fixed: Any = ()) -> list[Difference]:
-    return check_fingerprint(saved, now, KINDS, fixed=frozenset(fixed), strict=strict)
+def held(
+    saved: dict[str, Any], now: dict[str, Any], *, strict: bool = True, mid_epoch: bool = False
+) -> list[Difference]:
+    return check_fingerprint(saved, now, KINDS, mid_epoch=mid_epoch, strict=strict)
 
 
 def test_equal_fingerprints_and_safe_differences_pass_in_silence() -> None:
@@ -460,14 +464,14 @@ def test_strict_false_accepts_order_and_data_and_says_what() -> None:
 
 def test_what_is_fixed_in_mid_epoch_is_never_accepted() -> None:
     with pytest.raises(StateMismatch) as caught:
-        held({"files": ["a"], "window": 1}, {"files": ["b"], "window": 2}, strict=False, fixed=["files"])
+        held({"files": ["a"], "window": 1}, {"files": ["b"], "window": 2}, strict=False, mid_epoch=True)
     assert "window" not in str(caught.value)
     assert "In the middle of an epoch files cannot change without losing or repeating rows" in str(caught.value)
 
 
 def test_with_something_fixed_the_report_does_not_offer_strict_false() -> None:
     with pytest.raises(StateMismatch) as caught:
-        held({"files": ["a"], "window": 1}, {"files": ["b"], "window": 2}, fixed=["files"])
+        held({"files": ["a"], "window": 1}, {"files": ["b"], "window": 2}, mid_epoch=True)
     assert "strict=False" not in str(caught.value)
     assert "window" in str(caught.value)
 
@@ -486,6 +490,17 @@ def test_with_something_fixed_the_report_does_not_offer_strict_false() -> None:
 )
 def test_what_a_place_in_mid_epoch_counts_is_told_from_the_rest(field: str, now: Any, expected: bool) -> None:
     saved = {"files": "a", "files[1]": "a", "web: files": "a", "web: files[2]": "a", "seq_len": 1, "window": 1}
-    kinds = {"seq_len": "held", "window": "order"}
-    found = counts_otherwise(saved, {**saved, field: now}, kinds, frozenset({"files"}))
-    assert found is expected
+    kinds = dict.fromkeys(saved, "data, held") | {"seq_len": "held", "window": "order", "new: files": "data, held"}
+    assert counts_otherwise(saved, {**saved, field: now}, kinds) is expected
+    for strict in (True, False):
+        if expected:
+            with pytest.raises(StateMismatch, match="In the middle of an epoch"):
+                check_fingerprint(saved, {**saved, field: now}, kinds, mid_epoch=True, strict=strict)
+    accepted = check_fingerprint(saved, {**saved, field: now}, kinds, mid_epoch=False, strict=False)
+    assert [d.field for d in accepted] == [field] * (field not in ("seq_len", "new: files"))
+
+
+def test_the_fields_of_sources_that_are_gone_are_what_is_held_against_them_later() -> None:
+    saved = {"stages": "mix", "web: files": "a", "code: files": "b", "code: in: window": 3}
+    assert fields_of_gone(saved, {"stages": "mix", "web: files": "a"}) == {"code: files": "b", "code: in: window": 3}
+    assert fields_of_gone(saved, saved) == {}

@@ -47,7 +47,8 @@ class LaneStream(Protocol):
 
     ``default_lanes`` is the number of lanes where the user names none; ``describe()`` is its fingerprint: a dict of
     JSON values whose keys are the fields that a mismatch report lists. ``difference_class(field)`` says what another
-    value means: ``"safe"``, ``"order"``, ``"data"``, or ``"held"``: safe between epochs, refused within one.
+    value means: ``"safe"``, ``"order"`` or ``"data"``; ``"order, held"`` and ``"data, held"`` are never accepted in the
+    middle of an epoch, and nor is ``"held"``, which is safe between epochs.
     """
 
     default_lanes: int

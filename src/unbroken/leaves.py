@@ -25,14 +25,12 @@ from unbroken.state import (
     Difference,
     check_fingerprint,
     counts_otherwise,
+    fields_of_gone,
     parse_header,
     parse_leaf,
 )
 
 __all__ = ["Leaves"]
-
-# What places in the middle of an epoch are places in.
-_FIXED = frozenset({"files", "offsets"})
 
 
 @final
@@ -87,8 +85,9 @@ class Leaves:
             state[self._of_rank] = position.leaf_of_all()
         return state
 
-    def read(self, state: Mapping[str, Any], strict: bool) -> tuple[Position, list[Difference]]:
-        """The position in a state, all of it checked, and the differences that ``strict=False`` accepted.
+    def read(self, state: Mapping[str, Any], strict: bool) -> tuple[Position, list[Difference], dict[str, Any]]:
+        """The position in a state, all of it checked, and the differences that ``strict=False`` accepted; and fields of
+        sources that are gone and keep a place in the position, which belong in the fingerprint of what is saved next.
 
         Raises ``InvalidState``, ``IncompleteState`` or ``StateMismatch``.
         """
@@ -114,14 +113,13 @@ class Leaves:
             position = self._read_lanes(state, header)
         else:
             position = self._read_all(state)
-        fixed = _FIXED if position.mid_epoch and not position.stopped else frozenset[str]()
-        saved = header["fingerprint"]
-        accepted = check_fingerprint(saved, self.fingerprint, self.kinds, fixed=fixed, strict=strict)
-        if position.stopped and counts_otherwise(saved, self.fingerprint, self.kinds, _FIXED):
+        saved, mid_epoch = header["fingerprint"], position.mid_epoch and not position.stopped
+        accepted = check_fingerprint(saved, self.fingerprint, self.kinds, mid_epoch=mid_epoch, strict=strict)
+        if position.stopped and counts_otherwise(saved, self.fingerprint, self.kinds):
             position.next_epoch(None)  # what the last one left is in the files, and among the rows, of then
         if isinstance(position, LanesPosition) and self.ends != "repeat":
             position.settle(None, alone=self.ends == "alone")
-        return position, accepted
+        return position, accepted, fields_of_gone(saved, self.fingerprint) if position.mid_epoch else {}
 
     def _read_map(self, state: Mapping[str, Any]) -> MapPosition:
         wanted, other = ("place", self._of_rank) if self.shared else (self._of_rank, "place")

@@ -1,7 +1,7 @@
 """``StatefulDataLoader``: torch's signature, and a position.
 
-This file is the door: it keeps the position, and sets up an engine and a feed for each epoch. How lanes are run is the
-engine's; what order rows come in is ``sampling``'s and ``lanes``'; how a position is written is ``leaves``'.
+It keeps the position, and sets up an engine and a feed for each epoch. How lanes are run is the engine's; what order
+rows come in is ``sampling``'s and ``lanes``'; how a position is written is ``leaves``'.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._planned_lanes = self._lanes
         self._position = self._new_position()
         self._leaves: Leaves | None = None
+        self._gone: dict[str, Any] = {}  # fields of sources that are out of a mix and keep their place
         self._pristine: str | None = None
         self._begun = self._resumed = False
         self._iterating: weakref.ref[Epoch] | None = None
@@ -173,7 +174,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         May be called at any time; it starts no process, draws no random number and consumes nothing.
         """
         if self._leaves is None or (self._leaves.rank, self._leaves.world) != distributed_rank():
-            self._leaves = self._new_leaves()
+            self._leaves = self._new_leaves(self._gone)
         return self._leaves.write(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -183,16 +184,15 @@ class StatefulDataLoader(DataLoader[Any], Run):
         what it accepted. Raises ``InvalidState``, ``IncompleteState`` or ``StateMismatch``; nothing is changed then.
         """
         if isinstance(state, Mapping) and not state:
-            self._lanes, self._leaves = self._planned_lanes, None
+            self._lanes, self._leaves, self._gone = self._planned_lanes, None, {}
             self._stand_at(self._new_position(), resumed=False)
             return
-        self._leaves = self._new_leaves()
-        position, accepted = self._leaves.read(state, strict)
+        position, accepted, self._gone = self._new_leaves({}).read(state, strict)
+        self._leaves = None
         for difference in accepted:
             say_once(f"A position of another pipeline was accepted:{str(difference)[1:]}")
         if isinstance(position, LanesPosition) and not self._shared:
             self._lanes = len(position.lanes)
-            self._leaves = None
         self._stand_at(position, resumed=True)
 
     def _stand_at(self, position: Position, *, resumed: bool) -> None:
@@ -223,7 +223,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
     def _mine(self) -> range:
         return lanes_of_rank(self._lanes, self._options.share.rank, self._options.share.world)
 
-    def _new_leaves(self) -> Leaves:
+    def _new_leaves(self, gone: dict[str, Any]) -> Leaves:
         rank, world = distributed_rank()
         if not self._shared and world > 1:
             say_once(
@@ -237,7 +237,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
             )
         fingerprint, kinds = fingerprint_of(self.dataset, self._options, self._order, self._lanes, self.batch_size)
         return Leaves(
-            self._kind, self._shared, rank, world, self._lanes, self._mine(), fingerprint, kinds,
+            self._kind, self._shared, rank, world, self._lanes, self._mine(), fingerprint | gone, kinds,
             self._options.resume == "trust", self._options.ends,
         )  # fmt: skip
 
@@ -285,6 +285,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         if ended and isinstance(position, MapPosition) and last is not None and last.ended:
             position.cursor.end(last)
         position.next_epoch(self._pristine)
+        self._gone, self._leaves = {}, self._leaves if not self._gone else None
         if ended and self._order is not None and isinstance(position, MapPosition):
             self._order.note_end(position)
 
@@ -320,7 +321,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def finish(self, epoch: Epoch, *, going_on: bool) -> None:
         """For the iterator: its epoch is over."""
-        if not going_on and not self.is_live(epoch):
+        if not self.is_live(epoch):
             return  # a newer iterator has the loader's position
         position, ballot, ends = self._position, self._ballot, self._options.ends
         if ends == "alone" and self._options.share.world > 1 and not going_on:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -31,6 +30,7 @@ __all__ = [
     "check_fingerprint",
     "checked_sampler",
     "counts_otherwise",
+    "fields_of_gone",
     "fragment",
     "parse_header",
     "parse_leaf",
@@ -238,15 +238,22 @@ class Difference:
     now: Any
     kind: str
 
+    @property
+    def held(self) -> bool:
+        """Whether it can never be accepted in the middle of an epoch."""
+        return self.kind.endswith("held")
+
+    @property
+    def meaning(self) -> str:
+        """The kind in words."""
+        return "cuts rows otherwise" if self.kind == "held" else f"{self.kind.removesuffix(', held')}-changing"
+
     def __str__(self) -> str:
         return _table([self])
 
 
-_CHANGES = {"order": "order-changing", "data": "data-changing", "held": "cuts rows that are counted on"}
-
-
 def _table(differences: list[Difference]) -> str:
-    rows = [(d.field, _short(d.saved), _short(d.now), _CHANGES.get(d.kind, d.kind)) for d in differences]
+    rows = [(d.field, _short(d.saved), _short(d.now), d.meaning) for d in differences]
     field, saved, now = (max(len(row[column]) for row in rows) for column in range(3))
     return "\n".join(
         f"  {row[0]:<{field}}   saved {row[1]:<{saved}}   now {row[2]:<{now}}   ({row[3]})" for row in rows
@@ -267,38 +274,38 @@ def _sources_of(fingerprint: Mapping[str, Any]) -> set[str]:
     return {"", *map(_source_of, fingerprint)}
 
 
-def _is_held(field: str, kinds: Mapping[str, str], fixed: frozenset[str]) -> bool:
-    return kinds.get(field) == "held" or re.sub(r"^.*: |\[\d+\]$", "", field) in fixed
-
-
-def counts_otherwise(
-    saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str], fixed: frozenset[str]
-) -> bool:
-    """Whether a place in the middle of an epoch of the one pipeline means nothing in the other."""
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str]) -> list[Difference]:
+    """All but the safe ones. A named source that is only on one side has come or gone, which is none."""
     both = _sources_of(saved) & _sources_of(now)
-    differing = (name for name in {*saved, *now} if saved.get(name) != now.get(name) and _source_of(name) in both)
-    return any(_is_held(name, kinds, fixed) for name in differing)
-
-
-def check_fingerprint(
-    saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str], *, fixed: frozenset[str], strict: bool
-) -> list[Difference]:
-    """Hold two fingerprints against each other; return the differences that ``strict=False`` accepted.
-
-    ``kinds`` says of each field whether a difference is ``"safe"``, ``"order"`` or ``"data"`` (the default), or
-    ``"held"``: not accepted where any field is fixed, and safe elsewhere;
-    ``fixed`` names those that are never accepted, for now, in whatever source they are. Named sources may come and go:
-    one that is only on one side is no difference. Raises ``StateMismatch`` with every difference.
-    """
-    both = _sources_of(saved) & _sources_of(now)
-    found = [
+    return [
         Difference(name, saved.get(name), now.get(name), kinds.get(name, "data"))
         for name in sorted({*saved, *now})
         if saved.get(name) != now.get(name) and kinds.get(name, "data") != "safe" and _source_of(name) in both
     ]
-    if not fixed:
-        found = [d for d in found if d.kind != "held"]
-    held = {d.field for d in found if _is_held(d.field, kinds, fixed)}
+
+
+def fields_of_gone(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of named sources that are in the saved fingerprint only: what they must be if they come back."""
+    gone = _sources_of(saved) - _sources_of(now)
+    return {field: value for field, value in saved.items() if _source_of(field) in gone}
+
+
+def counts_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str]) -> bool:
+    """Whether a place in the middle of an epoch of the one pipeline means nothing in the other."""
+    return any(difference.held for difference in _differences(saved, now, kinds))
+
+
+def check_fingerprint(
+    saved: Mapping[str, Any], now: Mapping[str, Any], kinds: Mapping[str, str], *, mid_epoch: bool, strict: bool
+) -> list[Difference]:
+    """Hold two fingerprints against each other; return the differences that ``strict=False`` accepted.
+
+    ``kinds`` says of each field whether a difference is ``"safe"``, ``"order"`` or ``"data"`` (the default). With
+    ``", held"`` it is never accepted in the middle of an epoch; ``"held"`` alone is safe elsewhere. Raises
+    ``StateMismatch`` with every difference.
+    """
+    found = [d for d in _differences(saved, now, kinds) if mid_epoch or d.kind != "held"]
+    held = {d.field for d in found if mid_epoch and d.held}
     refused = [d for d in found if strict or d.field in held]
     if not refused:
         return found
@@ -306,7 +313,8 @@ def check_fingerprint(
     if held:
         names = ", ".join(sorted(held))
         way_out = (
-            f"In the middle of an epoch {names} cannot change without losing or repeating rows: rebuild it as it was."
+            f"In the middle of an epoch {names} cannot change without losing or repeating rows: rebuild it as it was, "
+            "and change it between epochs."
         )
     else:
         way_out = "Rebuild the pipeline as it was, or accept the difference with load_state_dict(state, strict=False)."

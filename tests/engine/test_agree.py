@@ -376,7 +376,7 @@ def test_a_rank_without_data_is_an_error_where_ranks_stop_together() -> None:
 
     first, second = on_ranks(2, act)
     assert first.startswith("PeerFailed: Rank 1 of the group")
-    assert second.startswith("LaneError: This rank has no data: its lanes [1] yielded nothing in epoch 0")
+    assert second.startswith("LaneError: This rank has no data: of its lanes [1] none has a row")
 
 
 # Several iterators

@@ -265,5 +265,8 @@ def test_lanes_that_repeat_each_other_are_told_with_the_remedy() -> None:
 def test_a_rank_without_any_data_is_an_error_that_says_what_to_change() -> None:
     """Case 22."""
     loader = StatefulDataLoader(ds.Files([3]), batch_size=2, lanes=2, dp_rank=1, dp_world_size=2)
-    with pytest.raises(LaneError, match=r"This rank has no data: its lanes \[1\] yielded nothing in epoch 0"):
+    with pytest.raises(
+        LaneError,
+        match=r"This rank has no data: of its lanes \[1\] none has a row, or rows enough for a batch, in epoch 0",
+    ):
         next(iter(loader))

@@ -145,7 +145,7 @@ def test_lineage_names_the_dataset_and_the_index() -> None:
 
 def test_the_fingerprint_is_type_and_length() -> None:
     assert from_map(Augmented()).describe() == {"stages": "from_map", "files": "Augmented, 100 rows"}
-    assert from_map(Augmented()).difference_class("files") == "data"
+    assert from_map(Augmented()).difference_class("files") == "data, held"
     assert repr(from_map(Augmented())) == "from_map(Augmented)"
     assert "from_map(Augmented)   100 rows, 100 chunks on 64 lanes" in str(from_map(Augmented()))
 

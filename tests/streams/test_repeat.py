@@ -14,6 +14,7 @@ from tests.streams.runs import assert_law, resumed, run, run_lanes, saved, write
 from unbroken.errors import InvalidState
 from unbroken.lanes import Lane
 from unbroken.streams import repeat
+from unbroken.streams.course import epoch_of_pass
 from unbroken.streams.reading.jsonl import read_jsonl
 from unbroken.streams.stage import Stage
 
@@ -39,10 +40,10 @@ def test_every_pass_is_an_epoch_of_its_own(corpus: Stage, epoch: int) -> None:
     """Case 14."""
     once = corpus.shuffle(5).map(augmented)
     for count in (1, 3):
-        passes = [run_lanes(once, count, epoch=3 * epoch + k, seed=5) for k in range(3)]
+        passes = [run_lanes(once, count, epoch=epoch_of_pass(epoch, k), seed=5) for k in range(3)]
         lanes = [[row for rows in parts for row in rows] for parts in zip(*passes, strict=True)]
         assert run_lanes(once.repeat(3), count, epoch=epoch, seed=5) == lanes
-    endless = [row for k in range(3) for row in run(once, Lane(0, 1, epoch=epoch + k))]
+    endless = [row for k in range(3) for row in run(once, Lane(0, 1, epoch=epoch_of_pass(epoch, k)))]
     assert run(once.repeat().take(60), Lane(0, 1, epoch=epoch)) == endless
 
 

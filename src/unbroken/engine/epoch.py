@@ -94,7 +94,7 @@ class Epoch(Iterator[Any]):
                 if not isinstance(error, StopIteration):
                     raise
                 feed.end()
-                going_on = self._delivered == 0 and (self._resumed or feed.apart)
+                going_on = self._delivered == 0 and (self._resumed or feed.apart) and self._run.is_live(self)
                 self._resumed = False
                 self._run.finish(self, going_on=going_on)
                 if not going_on:

@@ -186,10 +186,13 @@ class Lanes:
 
     def check_data(self) -> None:
         """There are no more turns: was there ever one? Raises ``LaneError`` where there had to be."""
-        if self.endless or (self._needed and not any(lane.turns for lane in self.position.lanes.values())):
+        epoch, lanes = self.position.epoch, self.position.lanes.values()
+        # A lane in a later epoch had its rows of this one on another rank.
+        if self.endless or (self._needed and not any(lane.turns or lane.epoch > epoch for lane in lanes)):
+            more = "more " * any(lane.ledger[0] for lane in lanes)
             raise LaneError(
-                f"This rank has no data: its lanes {list(self.position.lanes)} yielded nothing in epoch "
-                f"{self.position.epoch}.\n"
+                f"This rank has no {more}data: of its lanes {list(self.position.lanes)} none has a row, or rows enough "
+                f"for a batch, in epoch {epoch}.\n"
                 "Cut the data into more pieces (more or smaller files), or use fewer ranks or lanes, so that every "
                 "rank has a lane with data in it."
             )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch.utils.data import default_convert
 
@@ -223,7 +224,7 @@ class RowFeed(Feed):
             return first.layout.batch(first.shared.memory, batching.size)  # type: ignore[union-attr]
         values = [self._value(row) for row in rows]
         if any(row.layout is not None for row in rows):  # some came as tensors, so all are to
-            values = [{name: torch.as_tensor(value) for name, value in row.items()} for row in values]
+            values = [{name: _as_tensor(value) for name, value in row.items()} for row in values]
         if batching.collate_fn is not None:
             position = self._lanes.position
             step = position.step + len(self._made)
@@ -251,3 +252,8 @@ class RowFeed(Feed):
             return row.loose
         batch = row.layout.batch(row.shared.memory, self._batching.size)
         return {name: tensor[row.place] for name, tensor in batch.items()}
+
+
+def _as_tensor(value: Any) -> Any:
+    """Numbers and arrays of them, as a place in a slot gives them; anything else as it is."""
+    return torch.as_tensor(value) if isinstance(value, np.ndarray | np.number | int | float) else value

@@ -9,9 +9,18 @@ from typing import Any, TypeVar, final
 
 from unbroken.seeding import Permutation, key
 
-__all__ = ["ChunkOrder", "Course", "Journal", "Record"]
+__all__ = ["ChunkOrder", "Course", "Journal", "Record", "epoch_of_pass"]
 
 Kind = TypeVar("Kind", bound="Record")
+
+
+def epoch_of_pass(epoch: int, number: int) -> int:
+    """What a pass over a source, one of several within an epoch, is to that source: the epoch of a pass of its own.
+
+    It grows with the pass, and does not depend on how many passes there are. Of 62 bits, which six stages of passes
+    within one another do not fill: more would have orders again that others had.
+    """
+    return ((epoch << 10) + number) & ((1 << 62) - 1)
 
 
 @final

@@ -12,14 +12,12 @@ from unbroken.lanes import Lane
 from unbroken.lineage import Origin
 from unbroken.seeding import key
 from unbroken.streams.arguments import check_one_of, check_whole, read_state
-from unbroken.streams.course import Course
+from unbroken.streams.course import Course, epoch_of_pass
 from unbroken.streams.stage import GONE, Stage, StageIterator
 from unbroken.streams.weights import History, Plan, Turns, Weights, plan_of
 
 __all__ = ["Mix", "mix"]
 
-# Passes of a source within one epoch are epochs of their own to it.
-_PASSES = 1 << 16
 # A source is left out after so many passes in a row without a row, for each lane that there is, and at least so many.
 _EMPTY_PASSES_PER_LANE, _LEAST_EMPTY_PASSES = 8, 32
 
@@ -72,9 +70,9 @@ class Mix(Stage):
     DIFFERENCES: ClassVar[Mapping[str, str]] = {
         "mix_sources": "safe",
         "mix_weights": "safe",
-        "mix_by": "order",
-        "mix_stop": "order",
-        "mix_seed": "order",
+        "mix_by": "order, held",
+        "mix_stop": "order, held",
+        "mix_seed": "order, held",
     }
 
     children: Mapping[str, Stage]
@@ -210,7 +208,7 @@ class _MixIterator(StageIterator):
         return place
 
     def _begin(self, name: str, passes: int) -> StageIterator:
-        lane = replace(self._lane, epoch=self._lane.epoch * _PASSES + passes)
+        lane = replace(self._lane, epoch=epoch_of_pass(self._lane.epoch, passes))
         return self._stage.children[name].begin(lane, self._course.into(name))
 
     def __next__(self) -> Any:

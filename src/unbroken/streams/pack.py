@@ -91,7 +91,7 @@ class Pack(Stage):
     NAME: ClassVar[str] = "pack"
     DIFFERENCES: ClassVar[Mapping[str, str]] = {
         "seq_len": "cut",
-        "layout": "order",
+        "layout": "order, held",
         "overflow": "data",
         "last": "cut",
         "pack_window": "cut",

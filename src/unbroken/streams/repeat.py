@@ -12,7 +12,7 @@ from unbroken.errors import InvalidState
 from unbroken.lanes import Lane
 from unbroken.lineage import Origin
 from unbroken.streams.arguments import check_whole, read_state
-from unbroken.streams.course import Course
+from unbroken.streams.course import Course, epoch_of_pass
 from unbroken.streams.stage import Stage, StageIterator
 
 __all__ = ["Repeat"]
@@ -27,22 +27,22 @@ _PATIENCE = 10.0  # seconds of passes without a row, until that is told
 class Repeat(Stage):
     """So many passes over the rows within one epoch; ``None``: without end.
 
-    Pass k of epoch e opens what stands before it with epoch ``e * epochs + k`` (``None``: ``e + k``), so that chunks,
-    windows and random numbers are others in every pass.
+    Each pass opens what stands before it with an epoch of its own (``epoch_of_pass``), so that chunks, windows and
+    random numbers are others in every pass.
 
     A pass can be without a row on one lane and not on others: a small corpus on many lanes, shuffled, has its rows
     on other lanes in each pass. So a lane does not end with the first such pass, but with the last of a long run of
     them (8 for each lane, at least 32); where that takes more than ten seconds, a warning says so.
 
-    Another number of ``epochs`` is accepted at a resume: rows before and after are the same up to the end of the
-    shorter of the two, for a position has the epoch of its pass. Loading it raises ``InvalidState`` where it lies
+    Another number of ``epochs`` is accepted at a resume between epochs of the loader: within one, lanes that have come to
+    their end would stay there. Loading it raises ``InvalidState`` where it lies
     beyond the last pass that there is now.
 
     Raises ``TypeError`` and ``ValueError`` where ``epochs`` is neither ``None`` nor a whole number of at least 1.
     """
 
     NAME: ClassVar[str] = "repeat"
-    DIFFERENCES: ClassVar[Mapping[str, str]] = {"epochs": "safe"}
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"epochs": "held"}
 
     source: Stage
     epochs: int | None = None
@@ -76,7 +76,7 @@ class _RepeatIterator(StageIterator):
         self._lane = lane
         self._course = course
         self._pass = 0
-        self._epoch = lane.epoch * (stage.epochs or 1)
+        self._epoch = epoch_of_pass(lane.epoch, 0)
         self._empty = 1  # 0 once this pass has yielded a row
         self._empty_since: float | None = None
         self._source = self._begin(self._epoch)

@@ -36,7 +36,7 @@ class Shuffle(Stage):
     """
 
     NAME: ClassVar[str] = "shuffle"
-    DIFFERENCES: ClassVar[Mapping[str, str]] = {"window": "order", "shuffle_seed": "order"}
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"window": "order", "shuffle_seed": "order, held"}
 
     source: Stage
     window: int

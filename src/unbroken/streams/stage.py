@@ -87,8 +87,10 @@ class Stage(IterableDataset[Any], ABC):
 
     ``default_lanes`` is the number of lanes where a loader is told none. ``NAME`` is the function or method that
     makes the stage. ``DIFFERENCES`` says of each field of the stage what another value means for a position saved
-    before: ``"safe"``, ``"order"``, ``"data"``, or ``"cut"``: rows are cut otherwise from there on, which is safe as
-    long as no later stage counts them. ``SEEDS`` is whether the stage seeds the global generators.
+    before, as ``difference_class`` has it; or ``"cut"``: rows are others from there on, which is safe as long as no
+    later stage counts them. Held is whatever lanes have to agree on within an epoch, how chunks are dealt above all:
+    some have begun with the old value, and others would begin with the new. ``SEEDS`` is whether the stage seeds the
+    global generators.
     """
 
     default_lanes: int = 64
@@ -164,10 +166,12 @@ class Stage(IterableDataset[Any], ABC):
 
     @final
     def difference_class(self, field: str) -> str:
-        """What another value of a field of ``describe()`` means: ``"safe"``, ``"order"``, ``"data"``, or ``"held"``:
-        safe between epochs, and never accepted within one.
+        """What another value of a field of ``describe()`` means: ``"safe"``, ``"order"`` or ``"data"``.
+
+        ``"order, held"`` and ``"data, held"`` are that between epochs, and never accepted within one; ``"held"`` is
+        safe between epochs.
         """
-        return self._class_of(field, counted=False)
+        return "data, held" if field == "stages" else self._class_of(field, counted=False)
 
     def _class_of(self, field: str, *, counted: bool) -> str:
         """``counted``: whether a stage after this one makes its rows again by their number."""
@@ -177,7 +181,7 @@ class Stage(IterableDataset[Any], ABC):
             for place, stage in enumerate(chain):
                 if source in stage.named:
                     counted = counted or any(later.counts_rows for later in chain[place + 1 :])
-                    return stage.named[source]._class_of(rest, counted=counted)
+                    return "data, held" if rest == "stages" else stage.named[source]._class_of(rest, counted=counted)
             return "safe" if any(stage.named for stage in chain) else "data"  # a source that is in the mix no more
         name, _, number = field.removesuffix("]").partition("[")
         holders = [place for place, stage in enumerate(chain) if name in stage.DIFFERENCES]

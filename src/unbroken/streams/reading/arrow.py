@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import posixpath
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,7 +139,7 @@ class _Arrow(Format):
     """Places count rows from the start of a chunk."""
 
     NAME: ClassVar[str] = "read_arrow"
-    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data", "columns": "data"}
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data, held", "columns": "data"}
 
     groups: Groups
     places: _Places
@@ -161,9 +162,9 @@ class _Arrow(Format):
             batch = _decoded(messages, self.columns)
             if batch.num_rows != self.groups.rows[chunk.number]:
                 raise ValueError(f"it has {batch.num_rows} rows, and had {self.groups.rows[chunk.number]}")
-        except MemoryError:
-            raise
         except Exception as error:
+            if isinstance(error, MemoryError) and not _is_absurd(error):
+                raise
             raise BadRow(
                 f"{chunk.file.path}: record batch {chunk.group} cannot be decoded: {one_line(error)}.\n"
                 "Replace the file by a whole one, or take it out of paths."
@@ -316,3 +317,9 @@ def _beside(folder: str, name: str) -> str:
     if "://" in first or not chained:
         return posixpath.join(first, name) + chained + rest
     return posixpath.join(folder, name)
+
+
+def _is_absurd(error: MemoryError) -> bool:
+    """Whether more was asked for than any machine has: a damaged size, and no want of memory."""
+    asked = re.search(r"size (\d+)", str(error))
+    return asked is not None and int(asked[1]) >> 44 > 0

@@ -155,7 +155,7 @@ class _Shards(Supply):
     """An ``IterableDataset``, dealt to lanes by its shards: lane l of L has the shards l, l + L, and so on."""
 
     NAME: ClassVar[str] = "from_hf"
-    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data", "steps": "data"}
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data, held", "steps": "data"}
     APART: ClassVar[bool] = True
     HINT: ClassVar[str] = (
         "\nThe states of older versions of datasets skip rows behind map, filter and batch; those of 5.2 do not."

@@ -106,7 +106,7 @@ class _Parquet(Format):
     """Places count rows from the start of a chunk. ``footers`` are their digests, uint64 of shape [files]."""
 
     NAME: ClassVar[str] = "read_parquet"
-    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data", "columns": "data"}
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data, held", "columns": "data"}
 
     groups: Groups
     footers: npt.NDArray[np.uint64]

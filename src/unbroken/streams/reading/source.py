@@ -20,7 +20,7 @@ from unbroken.streams.course import ChunkOrder, Course
 from unbroken.streams.reading.ahead import Forked, Pieces
 from unbroken.streams.reading.files import Access, one_line
 from unbroken.streams.reading.retrying import of_reading
-from unbroken.streams.reading.skips import Skips
+from unbroken.streams.reading.skips import Rows, Skips, with_row
 from unbroken.streams.stage import Stage, StageIterator
 
 __all__ = ["Bad", "ChunkList", "Format", "Source"]
@@ -54,7 +54,7 @@ class Format(ABC):
 
     NAME: ClassVar[str]
     UNIT: ClassVar[str] = "row"
-    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data"}
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data, held"}
     SEEDS: ClassVar[bool] = False
 
     @abstractmethod
@@ -145,16 +145,23 @@ class Source(Stage):
 class _Progress:
     """Where a lane stands among its chunks: the number of the chunk in the lane, and the place in it.
 
-    ``mark`` gives the mark of a place in that chunk, where its format knows marks. ``chunk`` is the chunk itself, once
-    it was looked up.
+    ``mark`` gives the mark of a place in that chunk, where its format knows marks; ``left_out`` are the rows left out
+    before it. ``chunk`` is the chunk itself, once it was looked up.
     """
 
-    __slots__ = ("chunk", "mark", "number", "place")
+    __slots__ = ("chunk", "left_out", "mark", "number", "place")
 
-    def __init__(self, number: int, place: int, mark: Callable[[int], list[int] | None] | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        place: int,
+        mark: Callable[[int], list[int] | None] | None = None,
+        left_out: Rows = (0, 0),
+    ) -> None:
         self.number = number
         self.place = place
         self.mark = mark
+        self.left_out = left_out
         self.chunk: Any = None
 
 
@@ -182,7 +189,7 @@ class _SourceIterator(StageIterator):
 
     def __next__(self) -> Any:
         at = self._at
-        number, place, mark = at.number, at.place, at.mark
+        number, place, mark, left_out = at.number, at.place, at.mark, at.left_out
         try:
             while True:
                 chunk = at.chunk
@@ -201,19 +208,27 @@ class _SourceIterator(StageIterator):
                         return row
                 else:
                     found = self._next_good(chunk, self._skips)
+                    if found is None:
+                        raise BadRow(
+                            f"{self._format.locate(chunk, 0)[0]}: other rows of it can be read now than when the "
+                            "position was saved, and windows and batches count on those.\n"
+                            "Put the file back as it was, and resume again."
+                        )
                     if found:
                         return found[0]
                 at.number, at.place, at.mark, at.chunk, self._rows = at.number + 1, 0, None, None, None
         except BaseException as error:
             self._rows = None
             if not isinstance(error, StopIteration):  # the next call reads again from the last position
-                self._next, self._at = None, _Progress(number, place, mark)
+                self._next, self._at = None, _Progress(number, place, mark, left_out)
             if isinstance(error, Forked):
                 return next(self)
             raise
 
-    def _next_good(self, chunk: Any, skips: Skips) -> list[Any]:
-        """The next row of the chunk that is not to be left out, if there is one."""
+    def _next_good(self, chunk: Any, skips: Skips) -> list[Any] | None:
+        """The next row of the chunk that is not to be left out, if there is one; ``None`` where others can be read now
+        than when this was read first.
+        """
         at, epoch = self._at, self._lane.epoch
         if (epoch, at.number, at.place) <= skips.forgotten:
             raise BadRow(
@@ -225,15 +240,22 @@ class _SourceIterator(StageIterator):
                 if self._rows is None:
                     self._rows = self._format.rows(chunk, at.place, self._pieces(chunk), self._lane)
                 found = next(self._rows, None)
+                before = epoch, at.number, at.place
                 if found is None:
+                    if before < skips.reached and skips.reached[:2] == before[:2]:
+                        return None
                     break
                 start, at.place, row = found
                 self._last = chunk, start
                 place = epoch, at.number, start
-                if type(row) is Bad:
+                is_bad = type(row) is Bad
+                if is_bad:
                     skips.add(place, "row", self.where(), row.reason)
-                elif skips.at(place) is None:
-                    skips.reach((epoch, at.number, at.place))
+                if is_bad or skips.at(place):
+                    at.left_out = with_row(at.left_out, place)
+                if not skips.reach(before, (epoch, at.number, at.place), at.left_out):
+                    return None
+                if not (is_bad or skips.at(place)):
                     return [row]
         except Exception as error:
             if not isinstance(error, BadRow) and not of_reading(error):
@@ -245,6 +267,7 @@ class _SourceIterator(StageIterator):
                     f"position was saved: {one_line(error)}\nPut the file back as it was, and resume again."
                 ) from error
             skips.add(place, "rest", file, one_line(error))
+            skips.reach(place, place, at.left_out)
         return []
 
     def _chunk(self, number: int) -> Any:
@@ -291,12 +314,18 @@ class _SourceIterator(StageIterator):
         at = self._at
         mark = None if at.mark is None else at.mark(at.place)
         place = at.place if mark is None else [at.place, *mark]
-        return {"chunk": at.number, "place": place, "grain": self._grain, "order": self._seed}
+        state = {"chunk": at.number, "place": place, "grain": self._grain, "order": self._seed}
+        return state if self._skips is None else {**state, "left_out": list(at.left_out)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        left_out = [0, 0]  # where the position was saved with on_error="raise"
+        if isinstance(state, Mapping) and "left_out" in state:
+            left_out, state = state["left_out"], {name: state[name] for name in state if name != "left_out"}
         number, place, grain, seed = read_state(
             state, self._format.NAME, chunk=int, place=(int, list), grain=int, order=(int, type(None))
         )
+        if type(left_out) is not list or len(left_out) != 2 or not all(type(part) is int for part in left_out):
+            raise InvalidState(f"{self._format.NAME}: left_out in a position has two whole numbers, not {left_out!r}.")
         place, *mark = place or [None] if isinstance(place, list) else [place]
         if not all(type(part) is int and 0 <= part < 1 << 62 for part in (place, *mark)) or max(number, grain) >> 62:
             raise InvalidState(f"{self._format.NAME}: a place in a position has whole numbers, not {[place, *mark]!r}.")
@@ -304,7 +333,7 @@ class _SourceIterator(StageIterator):
             raise InvalidState(f"{self._format.NAME}: rows were read already. Load a position right after open().")
         if grain < 1:
             raise InvalidState(f"{self._format.NAME}: grain in a position must be at least 1, but it is 0.")
-        self._at = _Progress(number, place, (lambda _: mark) if mark else None)
+        self._at = _Progress(number, place, (lambda _: mark) if mark else None, (left_out[0], left_out[1]))
         self._grain, self._seed = grain, seed
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ class _Tar(Format):
 
     NAME: ClassVar[str] = "read_tar"
     UNIT: ClassVar[str] = "group"
-    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data", "decode": "data"}
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data, held", "decode": "data"}
 
     files: tuple[SourceFile, ...]
     access: Access

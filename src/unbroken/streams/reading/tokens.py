@@ -149,9 +149,9 @@ class _Windows(Format):
     NAME: ClassVar[str] = "read_tokens"
     UNIT: ClassVar[str] = "token"
     DIFFERENCES: ClassVar[Mapping[str, str]] = {
-        "files": "data",
-        "offsets": "data",
-        "seq_len": "cut",
+        "files": "data, held",
+        "offsets": "data, held",
+        "seq_len": "held",
         "pad_id": "data",
         "drop_last": "cut",
         "document_ids": "safe",
@@ -259,7 +259,7 @@ class _Documents(Format):
 
     NAME: ClassVar[str] = "read_tokens"
     UNIT: ClassVar[str] = "token"
-    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data", "offsets": "data"}
+    DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data, held", "offsets": "data, held"}
 
     files: tuple[TokenFile, ...]
     access: Access
