@@ -191,8 +191,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._leaves = None
         for difference in accepted:
             say_once(f"A position of another pipeline was accepted:{str(difference)[1:]}")
-        if isinstance(position, LanesPosition) and not self._shared:
-            self._lanes = len(position.lanes)
+        self._lanes = len(position.lanes) if isinstance(position, LanesPosition) and not self._shared else self._lanes
         self._stand_at(position, resumed=True)
 
     def _stand_at(self, position: Position, *, resumed: bool) -> None:

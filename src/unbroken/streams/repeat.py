@@ -34,8 +34,8 @@ class Repeat(Stage):
     on other lanes in each pass. So a lane does not end with the first such pass, but with the last of a long run of
     them (8 for each lane, at least 32); where that takes more than ten seconds, a warning says so.
 
-    Another number of ``epochs`` is accepted at a resume between epochs of the loader: within one, lanes that have come to
-    their end would stay there. Loading it raises ``InvalidState`` where it lies
+    Another number of ``epochs`` is accepted at a resume between epochs of the loader: within one, lanes that have come
+    to their end would stay there. Loading it raises ``InvalidState`` where it lies
     beyond the last pass that there is now.
 
     Raises ``TypeError`` and ``ValueError`` where ``epochs`` is neither ``None`` nor a whole number of at least 1.

@@ -66,9 +66,8 @@ def read_tokens(
     Without ``seq_len`` each row is ``{"input_ids": array [tokens]}``, a document in the dtype of its file, for
     ``pack``. Nothing is appended to it: such files have their separators in them.
 
-    Positions count tokens (documents, without ``seq_len``), and a resume reads on from there. ``seq_len`` may change at
-    a resume: what was not delivered comes next, in rows of the new length; in the rest of that epoch the last row of
-    each chunk is filled up. ``shuffle`` permutes the chunks, of 1 MiB or less, and in its window the rows of several.
+    Positions count tokens (documents, without ``seq_len``), and a resume reads on from there. ``seq_len`` may change
+    between epochs. ``shuffle`` permutes the chunks, of 1 MiB or less, and in its window the rows of several.
 
     ``on_error``, ``retries``, ``read_ahead`` and ``storage_options`` are as in ``read_jsonl``. Tokens are read in
     blocks and not mapped, so that a local file that is cut short during a run is an error with a name. What tells of
