@@ -30,7 +30,7 @@ class Words(ds.Sized, ds.IterableDataset):
         return {"files": sum(self.lengths)}
 
     def difference_class(self, field: str) -> str:
-        return "data"
+        return "data, held"
 
     def __iter__(self) -> Iterator[int]:
         raise AssertionError("a stream is opened lane by lane")
