@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from unbroken import options
-from unbroken.options import WatchedBatchSampler, check_options, distributed_rank, epoch_holders, say_once
+from unbroken.epochs import epoch_holders
+from unbroken.options import check_options, distributed_rank, say_once
+from unbroken.ordering import WatchedBatchSampler
 from unbroken.sampling import Share
 
 DEFAULTS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from unbroken.engine.agree import Ballot, Group, Together, TorchGroup
 from unbroken.engine.cursor import Rules
@@ -21,26 +21,12 @@ from unbroken.engine.epoch import Epoch, Run
 from unbroken.engine.feeds import Feed, Lanes
 from unbroken.engine.opening import TorchOpening
 from unbroken.engine.setup import new_engine, new_lane_feed, new_map_feed
-from unbroken.lanes import LaneStream, lanes_of_rank
+from unbroken.epochs import PutBack, begin_afresh, check_epochs, draw_run, epoch_holders, tell_of_rest
+from unbroken.lanes import lanes_of_rank
 from unbroken.leaves import Leaves
-from unbroken.options import (
-    PutBack,
-    WatchedBatchSampler,
-    begin_afresh,
-    check_epochs,
-    check_options,
-    check_order,
-    distributed_rank,
-    draw_run,
-    epoch_holders,
-    fingerprint_of,
-    planned_lanes,
-    say_once,
-    tell_of_own_state,
-    tell_of_rest,
-)
+from unbroken.options import check_options, distributed_rank, say_once
+from unbroken.ordering import WatchedBatchSampler, fingerprint_of, settle
 from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
-from unbroken.sampling import MapOrder
 
 __all__ = ["StatefulDataLoader"]
 
@@ -118,7 +104,10 @@ class StatefulDataLoader(DataLoader[Any], Run):
             persistent_workers=persistent_workers, pin_memory_device=pin_memory_device,
         )  # fmt: skip
         self._options = check_options(given)
-        self._settle_order(given)
+        self._kind, self._lanes, self._order = settle(self, given, self._options)
+        if type(self.batch_sampler) is BatchSampler and given["batch_sampler"] is None:
+            watched = WatchedBatchSampler(self.batch_sampler.sampler, self.batch_sampler.batch_size, self.drop_last)
+            object.__setattr__(self, "batch_sampler", watched)
         self._ballot = self._new_ballot()
         self._planned_lanes = self._lanes
         self._position = self._new_position()
@@ -130,34 +119,6 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._engine: Engine | None = None
         self._reported_length: int | None = None
         self._turns: SamplerTurns | None = None
-
-    def _settle_order(self, given: dict[str, Any]) -> None:
-        """What kind of dataset this is, and the plan of its order: lanes, or a sampler's."""
-        options, dataset, self._lanes = self._options, given["dataset"], 0
-        self._order: MapOrder | None = None
-        if isinstance(dataset, IterableDataset):
-            self._kind = "stream" if isinstance(dataset, LaneStream) else "iterable"
-            self._lanes = planned_lanes(dataset, self.num_workers, options)
-        else:
-            self._kind = "map"
-            if options.lanes is not None:
-                raise ValueError(
-                    f"lanes={options.lanes} was given with a map-style dataset, which has no lanes: any worker takes "
-                    "its next batch. Leave lanes out."
-                )
-            shuffled_by = options.seed if given["shuffle"] else None
-            own = given["batch_sampler"] is None
-            batch_sampler = self.batch_sampler if given["batch_size"] is not None or not own else None
-            size = given["batch_size"] if own else None
-            tell_of_own_state(dataset)
-            self._order = MapOrder(
-                self.sampler if own else None, batch_sampler, size, self.drop_last, options.share, shuffled_by,
-                options.ends,
-            )  # fmt: skip
-            check_order(self._order, options)
-        if type(self.batch_sampler) is BatchSampler and given["batch_sampler"] is None:
-            watched = WatchedBatchSampler(self.batch_sampler.sampler, self.batch_sampler.batch_size, self.drop_last)
-            object.__setattr__(self, "batch_sampler", watched)
 
     def _new_ballot(self) -> Ballot | None:
         """For the vote of ranks of lanes. Of a map-style dataset each rank knows what the others have."""
