@@ -1,0 +1,89 @@
+"""What an epoch of a loader begins with and ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from unbroken.options import Options, say_once
+from unbroken.position import LanesPosition, MapPosition, Position
+from unbroken.sampling import MapOrder
+from unbroken.seeding import key
+
+__all__ = ["PutBack", "begin_afresh", "check_epochs", "draw_run", "epoch_holders", "tell_of_rest"]
+
+
+class PutBack(int):
+    """An epoch that a load put back, and no ``set_epoch`` of the user's has replaced since."""
+
+
+def begin_afresh(position: Position, pristine: str | None) -> None:
+    """Lanes that stand at the very beginning begin as the dataset did at first, whatever became of it since."""
+    lanes = position.lanes.values() if isinstance(position, LanesPosition) else ()
+    for lane in (position.cursor,) if isinstance(position, MapPosition) else lanes:
+        if lane.anchor is None and lane.carry is None:
+            lane.carry = pristine
+
+
+def check_epochs(saved: Mapping[str, int], now: Mapping[str, int], *, over: bool) -> None:
+    """Refuse another epoch of a sampler or dataset in the middle of one, and where it is ``over`` that very epoch.
+
+    A loop that begins with the epoch that was going on would deliver the next one's rows in the order of the last.
+    """
+    for name in saved.keys() & now.keys() if over else ():
+        if saved[name] == now[name] and not isinstance(now[name], PutBack):
+            raise ValueError(
+                f"The {name} was set to epoch {now[name]}, of which everything was delivered before the position was "
+                f"saved: the next epoch is due. Call set_epoch({saved[name] + 1}), and let the loop begin there."
+            )
+    for name in saved.keys() & now.keys() if not over else ():
+        if saved[name] != now[name]:
+            raise ValueError(
+                f"The {name} was set to epoch {now[name]} in the middle of its epoch {saved[name]}: what is left "
+                "would be in another order. Call set_epoch only between epochs."
+            )
+
+
+def draw_run(position: Position, options: Options, generator: torch.Generator | None) -> None:
+    """Fix the run's key, by the draw that torch makes for its workers' seeds where no seed is given.
+
+    torch draws from a user's generator in every epoch, and so does this, to leave it as torch would.
+    """
+    anew = isinstance(position, MapPosition) and (position.sampler is None or "before" in position.sampler)
+    if position.run is None and options.seeded:
+        position.run = key(options.seed or 0, "run")
+    elif position.run is None or (generator is not None and position.epoch > 0 and anew):
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        position.run = drawn if position.run is None else position.run
+
+
+def epoch_holders(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The user's objects that count epochs by ``set_epoch``, as torch's DistributedSampler does, by what they are."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    holders = [("sampler", s) for s in (loader.batch_sampler, inner, loader.sampler)] + [("dataset", loader.dataset)]
+    return {
+        name: holder
+        for name, holder in holders
+        if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) in (int, PutBack)
+    }
+
+
+def tell_of_rest(position: Position, order: MapOrder | None) -> None:
+    """Say what an epoch leaves that all ranks end together."""
+    if isinstance(position, LanesPosition):
+        lanes = sorted(position.turns())
+        some = ", ".join(map(str, lanes[:8])) + (", ..." if len(lanes) > 8 else "")
+        left = f"lanes of this rank that had not come to their end are {some}" if lanes else ""
+    elif order is None or order.kind == "custom" or not isinstance(position, MapPosition):
+        return
+    else:
+        rows = order.total() - position.rows
+        left = f"of {order.total()} rows they are the last {rows}" if rows > 0 else ""
+    if left:
+        say_once(
+            f'At the end of an epoch at_end="stop" leaves the rows of a step that some rank cannot fill: {left}.\n'
+            'A position that is saved then and loaded on other ranks delivers them; at_end="pad" leaves none.'
+        )
