@@ -121,13 +121,6 @@ def test_a_wrong_argument_of_torchs_is_torchs_error(name: str) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", ["save_prefetched", "in_order"])
-def test_what_is_not_there_yet_says_so_by_name(name: str) -> None:
-    value = {"save_prefetched": True, "in_order": False}[name]
-    with pytest.raises(NotImplementedError, match=f"^{name}="):
-        StatefulDataLoader(ds.Numbers(3), **{name: value})
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

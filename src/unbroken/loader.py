@@ -56,8 +56,16 @@ class StatefulDataLoader(DataLoader[Any], Run):
     lineage: for streams, each batch has the stored rows behind it: a ``Lineage``, for each row a tuple of ``Origin``,
         in the field ``"lineage"`` of a batch that is a dict; of any other, ``(batch, lineage)`` is yielded.
 
-    ``save_prefetched`` and ``in_order=False`` raise ``NotImplementedError`` in this version, and ``worker_restarts`` is
-    not yet in effect: a worker that dies ends the run with ``WorkerDied``.
+    worker_restarts: how often in a row a worker process that died, or hung, is replaced before it made anything more;
+        then ``WorkerDied`` is raised. Its lanes go on from the last delivered position: the batches are the same.
+    on_timeout: after ``timeout`` seconds without a batch, ``"raise"`` raises ``WorkerTimeout``, which says where the
+        worker is; ``"restart"`` replaces it.
+    on_error: ``"skip"`` leaves out samples for which the dataset raises an exception, counts and names them, and keeps
+        them in the position; more than ``max_skipped`` of them in a run raise ``TooManySkipped``.
+    in_order: ``False`` delivers what is ready, and still nothing twice and everything once.
+    save_prefetched: for data that cannot be read again (a queue, a socket): batches that were made ahead are put into
+        the position, and are delivered first after a load.
+    max_prefetch_bytes: the most shared memory for batches that are made ahead; batches that you hold do not count.
 
     Raises what torch raises for its own arguments, ``ValueError`` or ``TypeError`` for the others, and ``LaneError``.
     Where ranks end together, ``next()`` raises ``PeerFailed`` if another rank failed.
@@ -94,6 +102,10 @@ class StatefulDataLoader(DataLoader[Any], Run):
         resume: str = "checked",
         save_prefetched: bool = False,
         worker_restarts: int = 3,
+        on_timeout: str = "raise",
+        on_error: str = "raise",
+        max_skipped: int | None = None,
+        max_prefetch_bytes: int | None = None,
         at_end: str = "stop",
         lineage: bool = False,
     ) -> None:

@@ -15,10 +15,13 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from unbroken.lanes import LaneStream
 from unbroken.sampling import Share, adoptable
 
-__all__ = ["Options", "check_options", "distributed_rank", "say_once"]
+__all__ = ["Faults", "Options", "Prefetch", "check_options", "distributed_rank", "say_once"]
 
 _log = logging.getLogger("unbroken")
 _said: set[str] = set()
+_NOT_YET: dict[str, Any] = {
+    "save_prefetched": False, "in_order": True, "on_error": "raise", "on_timeout": "raise", "max_prefetch_bytes": None,
+}  # fmt: skip
 
 
 def say_once(text: str) -> None:
@@ -33,6 +36,32 @@ def distributed_rank() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
+
+
+@final
+@dataclass(frozen=True)
+class Faults:
+    """What to do when something breaks. ``restarts``: how often in a row a worker is replaced that makes no progress;
+    ``on_timeout``: ``"raise"`` or ``"restart"``; ``on_error``: ``"raise"`` or ``"skip"``, of samples of a dataset, and
+    ``max_skipped`` of them in a run (None: any number).
+    """
+
+    restarts: int
+    on_timeout: str
+    on_error: str
+    max_skipped: int | None
+
+
+@final
+@dataclass(frozen=True)
+class Prefetch:
+    """Of batches that are made ahead: whether they are delivered ``in_order``, whether they are ``saved`` in the
+    position, and how many bytes they may take (None: any number).
+    """
+
+    in_order: bool
+    saved: bool
+    max_bytes: int | None
 
 
 @final
@@ -52,6 +81,8 @@ class Options:
     at_end: str
     group: Any
     lineage: bool
+    faults: Faults
+    prefetch: Prefetch
 
     @property
     def ends(self) -> str:
@@ -68,7 +99,7 @@ class Options:
 def check_options(given: dict[str, Any]) -> Options:
     """Check the arguments beyond torch's. Raises ``ValueError``, ``TypeError`` or, for what is not there yet,
     ``NotImplementedError``."""
-    for name, default in (("save_prefetched", False), ("in_order", True)):
+    for name, default in _NOT_YET.items():
         if given[name] != default:
             raise NotImplementedError(
                 f"{name}={given[name]!r} is not available in this version; leave {name} at {default!r}."
@@ -77,7 +108,6 @@ def check_options(given: dict[str, Any]) -> Options:
     _check_one_of("resume", given["resume"], ("checked", "trust", "replay"))
     _check_one_of("at_end", given["at_end"], ("stop", "pad", "repeat"))
     _check_whole("snapshot_every_n_steps", given["snapshot_every_n_steps"], 1)
-    _check_whole("worker_restarts", given["worker_restarts"], 0)
     _check_whole("lanes", given["lanes"], 1)
     seed = given["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
@@ -101,8 +131,36 @@ def check_options(given: dict[str, Any]) -> Options:
     every = given["snapshot_every_n_steps"]
     return Options(
         seed, given["seed_by"], given["lanes"], share, sharded, given["resume"], every, given["at_end"], group,
-        _check_lineage(given["lineage"], given["dataset"]),
+        _check_lineage(given["lineage"], given["dataset"]), _check_faults(given), _check_prefetch(given),
     )  # fmt: skip
+
+
+def _check_faults(given: Mapping[str, Any]) -> Faults:
+    _check_one_of("on_timeout", given["on_timeout"], ("raise", "restart"))
+    _check_one_of("on_error", given["on_error"], ("raise", "skip"))
+    _check_whole("worker_restarts", given["worker_restarts"], 0)
+    _check_whole("max_skipped", given["max_skipped"], 0)
+    if given["max_skipped"] is not None and given["on_error"] != "skip":
+        raise ValueError(f'max_skipped={given["max_skipped"]} is for on_error="skip"; by default no sample is skipped.')
+    if given["on_error"] == "skip" and isinstance(given["dataset"], LaneStream):
+        raise ValueError(
+            'on_error="skip" of the loader is for datasets; a stream is told by its source, which knows the rows.\n'
+            'Pass on_error="skip" to the read_* function, and leave it out here.'
+        )
+    if given["on_timeout"] == "restart" and not (given["num_workers"] and given["timeout"]):
+        raise ValueError(
+            'on_timeout="restart" replaces a worker that makes nothing for timeout seconds: pass num_workers and '
+            "timeout too."
+        )
+    return Faults(given["worker_restarts"], given["on_timeout"], given["on_error"], given["max_skipped"])
+
+
+def _check_prefetch(given: Mapping[str, Any]) -> Prefetch:
+    for name in ("in_order", "save_prefetched"):
+        if not isinstance(given[name], bool):
+            raise TypeError(f"{name} must be True or False, but got {name}={given[name]!r}.")
+    _check_whole("max_prefetch_bytes", given["max_prefetch_bytes"], 1)
+    return Prefetch(given["in_order"], given["save_prefetched"], given["max_prefetch_bytes"])
 
 
 def _check_lineage(asked: Any, dataset: Any) -> bool:
