@@ -50,6 +50,8 @@ class LanePosition:
     def deliver(self, made: Made, size: int) -> None:
         """Count a delivered turn of up to ``size`` samples."""
         self._json = None
+        if made.rolled:
+            self.roll(made.carry)
         start, number = self.delivered, made.number
         self.turns += 1
         self.delivered += number
@@ -91,6 +93,8 @@ class LanePosition:
     def end(self, made: Made) -> None:
         """The lane has no more turns in this epoch."""
         self._json = None
+        if made.rolled:
+            self.roll(made.carry)
         self.ended = True
         self.carry = made.carry
 

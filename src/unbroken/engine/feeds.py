@@ -168,10 +168,7 @@ class Lanes:
 
     def deliver(self, number: int, made: Made, size: int) -> None:
         """A turn is delivered."""
-        lane = self.position.lanes[number]
-        if made.rolled:
-            lane.roll(made.carry)
-        lane.deliver(made, size)
+        self.position.lanes[number].deliver(made, size)
 
     def deliver_row(self, number: int, turn: Turn) -> None:
         """A row of a stream is delivered."""
@@ -179,10 +176,7 @@ class Lanes:
 
     def end(self, number: int, made: Made) -> None:
         """All that a lane had is delivered."""
-        lane = self.position.lanes[number]
-        if made.rolled:
-            lane.roll(made.carry)
-        lane.end(made)
+        self.position.lanes[number].end(made)
 
     def check_data(self) -> None:
         """There are no more turns: was there ever one? Raises ``LaneError`` where there had to be."""
