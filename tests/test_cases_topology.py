@@ -294,19 +294,3 @@ def test_leaves_of_two_saves_across_the_end_of_an_epoch_are_refused() -> None:
 def lanes_in(state: Mapping[str, str]) -> set[int]:
     assert all(json.loads(value) for value in state.values())
     return {int(key.removeprefix("lane-")) for key in state if key.startswith("lane-")}
-
-
-# What is not there yet
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"save_prefetched": True},
-        {"in_order": False, "num_workers": 1},
-    ],
-)
-def test_what_is_not_there_yet_names_itself(arguments: dict[str, Any]) -> None:
-    """Never accepted and ignored."""
-    with pytest.raises(NotImplementedError, match=next(iter(arguments))):
-        StatefulDataLoader(ds.WellBehaved(4), **arguments)

@@ -60,7 +60,7 @@ def test_ctrl_c_while_a_message_is_taken_in_loses_nothing(
 ) -> None:
     """What was half done is dropped with the workers, and the next batch starts at the position."""
     expected = rows_of(iter(make()))
-    monkeypatch.setattr(Pool, "_take", raising_at(call, Pool._take, KeyboardInterrupt()))
+    monkeypatch.setattr(Pool, "take", raising_at(call, Pool.take, KeyboardInterrupt()))
     assert all_rows(make(), KeyboardInterrupt) == expected
 
 

@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "lanes": None, "dp_rank": None, "dp_world_size": None, "group": None, "mesh": None, "resume": "checked",
     "save_prefetched": False, "worker_restarts": 3, "at_end": "stop", "in_order": True,
     "lineage": False, "on_timeout": "raise", "on_error": "raise", "max_skipped": None, "max_prefetch_bytes": None,
-    "timeout": 0,
+    "timeout": 0, "multiprocessing_context": None, "worker_init_fn": None,
 }  # fmt: skip
 
 
@@ -48,15 +48,6 @@ def test_the_defaults_ask_for_nothing() -> None:
     assert (found.seed_by, found.resume, found.capture_every) == ("batch", "checked", None)
 
 
-@pytest.mark.parametrize("name", options._NOT_YET)
-def test_what_is_not_there_yet_is_named(name: str) -> None:
-    default = DEFAULTS[name]
-    value = "other" if isinstance(default, str) else 7 if default is None else not default
-    with pytest.raises(NotImplementedError) as caught:
-        checked(**{name: value})
-    assert str(caught.value) == f"{name}={value!r} is not available in this version; leave {name} at {default!r}."
-
-
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -76,6 +67,8 @@ def test_what_is_not_there_yet_is_named(name: str) -> None:
         ({"snapshot_every_n_steps": 1.0}, TypeError, "snapshot_every_n_steps must be a whole number, but got"),
         ({"snapshot_every_n_steps": True}, TypeError, "snapshot_every_n_steps must be a whole number, but got"),
         ({"worker_restarts": -1}, ValueError, "worker_restarts must be at least 0, but got worker_restarts=-1."),
+        ({"max_prefetch_bytes": 0}, ValueError, "max_prefetch_bytes must be at least 1, but got max_prefetch_bytes=0."),
+        ({"max_prefetch_bytes": 1e9}, TypeError, "max_prefetch_bytes must be a whole number, but got max_prefetch_"),
         ({"worker_restarts": "3"}, TypeError, "worker_restarts must be a whole number, but got worker_restarts='3'."),
         ({"lanes": 0}, ValueError, "lanes must be at least 1, but got lanes=0."),
         ({"lanes": 2.5}, TypeError, "lanes must be a whole number, but got lanes=2.5."),

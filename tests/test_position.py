@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unbroken.anchor import Anchor
 from unbroken.errors import InvalidState
+from unbroken.lane_position import LanePosition
 from unbroken.ledger import fold
 from unbroken.made import Made
-from unbroken.position import Anchor, LanePosition, LanesPosition, MapPosition
+from unbroken.position import LanesPosition, MapPosition
 from unbroken.state import seal, unseal
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 from unbroken.state import fragment
@@ -28,7 +28,7 @@ class Anchor:
     after: str | None
     wait: int = 0
     first_witness: int = 0
-    witnesses: list[int] = field(default_factory=list)
+    witnesses: list[int] | tuple[()] = ()  # a stream has an anchor a row, without any
 
     @property
     def fixed(self) -> bool:
@@ -52,7 +52,7 @@ class Anchor:
         """
         if self.wait:
             self.wait -= 1
-        elif self.first_witness + len(self.witnesses) == first:
+        elif isinstance(self.witnesses, list) and self.first_witness + len(self.witnesses) == first:
             self.witnesses.extend(digests)
         else:
             self.first_witness, self.witnesses = first, list(digests)

@@ -13,7 +13,7 @@ from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder
 from unbroken.seeding import key
 
-__all__ = ["PutBack", "begin_afresh", "check_epochs", "draw_run", "epoch_holders", "tell_of_rest"]
+__all__ = ["PutBack", "begin_afresh", "check_epochs", "draw_run", "epoch_holders", "tell_of_own_ends", "tell_of_rest"]
 
 
 class PutBack(int):
@@ -69,6 +69,14 @@ def epoch_holders(loader: DataLoader[Any]) -> dict[str, Any]:
         for name, holder in holders
         if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) in (int, PutBack)
     }
+
+
+def tell_of_own_ends() -> None:
+    """Say what it means that ranks do not end an epoch together."""
+    say_once(
+        "Each rank ends an epoch with its own data: ranks may end at different steps, and a training loop on several "
+        "ranks has to agree on the last one. Pass group= or mesh=, and they end together."
+    )
 
 
 def tell_of_rest(position: Position, order: MapOrder | None) -> None:

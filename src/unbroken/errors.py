@@ -13,6 +13,7 @@
     +-- UncopyableDataset (TypeError)    several lanes in one process, and the dataset cannot be copied
     +-- UnsendableBatch (TypeError)      a batch cannot travel from a worker process
     +-- BadRow (ValueError)              a row of a source cannot be read
+    +-- TooManySkipped (RuntimeError)    more samples failed than may be left out
     +-- WorkerDied (RuntimeError)        a worker process ended without being asked to
     +-- WorkerTimeout (RuntimeError)     no batch within ``timeout`` seconds
     +-- PeerFailed (RuntimeError)        another rank failed, or is not where this one is
@@ -34,6 +35,7 @@ __all__ = [
     "PeerFailed",
     "StateError",
     "StateMismatch",
+    "TooManySkipped",
     "UnbrokenError",
     "UncopyableDataset",
     "UnsealableState",
@@ -85,6 +87,10 @@ class UnsendableBatch(UnbrokenError, TypeError):
 
 class BadRow(UnbrokenError, ValueError):
     """A row of a source cannot be read; the message names file, offset and reason."""
+
+
+class TooManySkipped(UnbrokenError, RuntimeError):
+    """More samples of a dataset failed than may be left out; the message names the last of them."""
 
 
 class WorkerDied(UnbrokenError, RuntimeError):

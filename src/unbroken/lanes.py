@@ -7,7 +7,7 @@ function of lanes alone is the same on every topology.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -101,10 +101,22 @@ class Turns:
         """The lane whose turn it is."""
         return self._heap[0][1]
 
-    def take(self) -> int:
-        """Count a turn of the lane whose turn it is, and return its number."""
-        turns, lane = self._heap[0]
-        heapq.heapreplace(self._heap, (turns + 1, lane))
+    def in_order(self) -> list[int]:
+        """The lanes that have more turns, in the order of turns."""
+        return [lane for _, lane in sorted(self._heap)]
+
+    def of(self, lanes: Collection[int]) -> Turns:
+        """The turns of some lanes alone, which move on their own."""
+        return Turns({lane: turns for turns, lane in self._heap if lane in lanes})
+
+    def take(self, lane: int | None = None) -> int:
+        """Count a turn of the lane whose turn it is, or of another one, and return its number."""
+        turns, first = self._heap[0]
+        if lane is None or lane == first:
+            heapq.heapreplace(self._heap, (turns + 1, first))
+            return first
+        self._heap = [(turns + (number == lane), number) for turns, number in self._heap]
+        heapq.heapify(self._heap)
         return lane
 
     def end(self, lane: int) -> None:

@@ -19,6 +19,8 @@ import orjson
 
 from unbroken.errors import IncompleteState, InvalidState, StateMismatch
 from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
+from unbroken.prefetched import held_of_lanes
+from unbroken.skipped import Skipped
 from unbroken.state import (
     HEADER,
     VERSION,
@@ -108,6 +110,7 @@ class Leaves:
             )
         if self.kind == "map":
             position = self._read_map(state)
+            self._check_steps(position, header["fingerprint"])
         elif self.shared:
             self._check_lanes(header)
             position = self._read_lanes(state, header)
@@ -125,6 +128,19 @@ class Leaves:
         wanted, other = ("place", self._of_rank) if self.shared else (self._of_rank, "place")
         name = other if wanted not in state and other in state else wanted
         return MapPosition.from_leaf(parse_leaf(state, name), name)
+
+    def _check_steps(self, position: MapPosition, saved: Mapping[str, Any]) -> None:
+        """Where steps were delivered out of order, their numbers have to mean the same rows."""
+        others = [name for name in ("batch_size", "sampler") if saved.get(name) != self.fingerprint.get(name)]
+        if position.beyond and (others or self.shared):
+            found = [f"{name:<14} saved {saved.get(name)}   now {self.fingerprint.get(name)}" for name in others]
+            raise StateMismatch(
+                "this position was saved with in_order=False in the middle of an epoch, and has holes: steps were "
+                "delivered before others that come earlier. They are other rows now.\n  "
+                + "\n  ".join(found or ["dp arguments   saved not given   now given"])
+                + "\nRebuild the loader as it was for the rest of the epoch, or save without holes: between epochs, or "
+                "with in_order=True."
+            )
 
     def _check_lanes(self, header: Mapping[str, Any]) -> None:
         if type(header.get("lanes")) is not int:
@@ -169,6 +185,8 @@ class Leaves:
             raise InvalidState(f"The leaf {name!r} of this position has no lanes: it was cut short or changed.")
         position = LanesPosition.from_leaves([(0, name, {**leaf, "lane": lanes[0]})], exact=self.trusted)
         position.lanes = {number: LanePosition.from_json(lane, name, self.trusted) for number, lane in enumerate(lanes)}
+        position.skipped = Skipped.of_lanes(enumerate(lanes), name)
+        position.held = held_of_lanes(enumerate(lanes), name)
         return position
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-__all__ = ["digest", "fold"]
+__all__ = ["digest", "fold", "fold_one"]
 
 _PARTS = 4
 _SMALL = 1024
@@ -55,10 +55,15 @@ def _digest(value: Any, cap: int) -> int:
     return _of_container(value, cap)
 
 
+def fold_one(ledger: int, digest: int) -> int:
+    """The same as ``fold`` after one more delivery."""
+    return _hash(_PAIR.pack(ledger, digest))
+
+
 def fold(ledger: int, digests: list[int]) -> int:
     """The rolling digest after some more deliveries."""
     if len(digests) == 1:
-        return _hash(_PAIR.pack(ledger, digests[0]))
+        return fold_one(ledger, digests[0])
     return _hash(struct.pack(f"<{len(digests) + 1}Q", ledger, *digests))
 
 

@@ -8,35 +8,43 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from unbroken.engine.agree import Ballot, Group, Together, TorchGroup
+from unbroken.contexts import Context
+from unbroken.engine.agree import new_ballot
 from unbroken.engine.cursor import Rules
 from unbroken.engine.custom import SamplerTurns
 from unbroken.engine.engine import Engine
 from unbroken.engine.epoch import Epoch, Run
-from unbroken.engine.feeds import Feed, Lanes
+from unbroken.engine.feeds import Feed
 from unbroken.engine.opening import TorchOpening
-from unbroken.engine.setup import new_engine, new_lane_feed, new_map_feed
-from unbroken.epochs import PutBack, begin_afresh, check_epochs, draw_run, epoch_holders, tell_of_rest
+from unbroken.engine.setup import new_engine, new_feed, new_rules
+from unbroken.engine.stored import Kept
+from unbroken.epochs import PutBack, begin_afresh, check_epochs, draw_run, epoch_holders, tell_of_own_ends, tell_of_rest
+from unbroken.lane_position import LanePosition
 from unbroken.lanes import lanes_of_rank
 from unbroken.leaves import Leaves
 from unbroken.options import check_options, distributed_rank, say_once
-from unbroken.ordering import WatchedBatchSampler, fingerprint_of, settle
-from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
+from unbroken.ordering import WatchedBatchSampler, fingerprint_of, settle, tell_of_ranks
+from unbroken.position import LanesPosition, MapPosition, Position
+from unbroken.skipped import Skipped
+from unbroken.trail import Trail, check_made_again
 
 __all__ = ["StatefulDataLoader"]
 
+_T_co = TypeVar("_T_co", covariant=True)
+
 
 @final
-class StatefulDataLoader(DataLoader[Any], Run):
+class StatefulDataLoader(DataLoader[_T_co], Run):
     """torch's ``DataLoader``, which never loses its place.
 
     The arguments up to ``in_order`` are torch's, and mean what they mean there; ``snapshot_every_n_steps`` is
-    torchdata's. The others:
+    torchdata's. Besides, ``multiprocessing_context="thread"`` has threads of this process run the lanes of a stream.
+    The others:
 
     seed: a whole number from which all random numbers come, by place. No global random number is drawn then, and the
         global generators of torch, numpy and random are left as they are.
@@ -64,12 +72,15 @@ class StatefulDataLoader(DataLoader[Any], Run):
         them in the position; more than ``max_skipped`` of them in a run raise ``TooManySkipped``.
     in_order: ``False`` delivers what is ready, and still nothing twice and everything once.
     save_prefetched: for data that cannot be read again (a queue, a socket): batches that were made ahead are put into
-        the position, and are delivered first after a load.
-    max_prefetch_bytes: the most shared memory for batches that are made ahead; batches that you hold do not count.
+        the position, and are delivered first after a load. ``iter()`` goes on where the last one stopped.
+    max_prefetch_bytes: the most shared memory for batches that worker processes make ahead; batches that you hold do
+        not count. One is always made, however large. A batch larger than those before it is counted once it is made.
 
     Raises what torch raises for its own arguments, ``ValueError`` or ``TypeError`` for the others, and ``LaneError``.
     Where ranks end together, ``next()`` raises ``PeerFailed`` if another rank failed.
     """
+
+    multiprocessing_context = Context()
 
     def __init__(
         self,
@@ -113,16 +124,16 @@ class StatefulDataLoader(DataLoader[Any], Run):
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
             timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers, pin_memory_device=pin_memory_device,
+            persistent_workers=persistent_workers, pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
         self._options = check_options(given)
         self._kind, self._lanes, self._order = settle(self, given, self._options)
         if type(self.batch_sampler) is BatchSampler and given["batch_sampler"] is None:
             watched = WatchedBatchSampler(self.batch_sampler.sampler, self.batch_sampler.batch_size, self.drop_last)
             object.__setattr__(self, "batch_sampler", watched)
-        self._ballot = self._new_ballot()
+        self._ballot = new_ballot(self._options, self._order)
         self._planned_lanes = self._lanes
-        self._position = self._new_position()
+        self._position, self._trail, self._kept = self._new_position(), Trail(), Kept()
         self._leaves: Leaves | None = None
         self._gone: dict[str, Any] = {}  # fields of sources that are out of a mix and keep their place
         self._pristine: str | None = None
@@ -132,23 +143,44 @@ class StatefulDataLoader(DataLoader[Any], Run):
         self._reported_length: int | None = None
         self._turns: SamplerTurns | None = None
 
-    def _new_ballot(self) -> Ballot | None:
-        """For the vote of ranks of lanes. Of a map-style dataset each rank knows what the others have."""
-        if self._order is not None or self._options.ends not in ("stop", "pad"):
-            return None
-        group = self._options.group
-        return Ballot(group if isinstance(group, Group) else TorchGroup(group), pads=self._options.ends == "pad")
-
     # ---- position
 
     def state_dict(self) -> dict[str, str]:
         """The position: a flat dict of text, valid JSON in each value.
 
-        May be called at any time; it starts no process, draws no random number and consumes nothing.
+        May be called at any time; it starts no process, draws no random number and consumes nothing. With
+        ``save_prefetched`` it waits for what workers have begun, and raises ``WorkerTimeout``, ``WorkerDied``, or
+        ``UnsealableState`` for a batch that cannot be saved.
         """
+        with self._trail.lock, self._kept.settled():
+            return self._write(self._position, self._gone)
+
+    def state_after(self, batch: Any) -> dict[str, str]:
+        """What ``state_dict()`` was right after a batch, one of the last 16, was delivered: for loops that take batches
+        before they train on them. A load begins anew.
+
+        ``batch`` is the object that ``next()`` returned, not a copy, nor what was made of it. Batches are not kept
+        alive for this, but those without a tensor, an array or an object of the user's in them.
+
+        Raises ``ValueError`` where it is none of the last, where the same object was delivered several times among
+        them (one buffer for every batch, a small number), and with ``save_prefetched``.
+        """
+        check_made_again(saved=self._options.prefetch.saved)
+        with self._trail.lock:
+            position, gone = self._trail.find(batch)
+            return self._write(position, self._gone if gone is None else gone)
+
+    def _write(self, position: Position, gone: dict[str, Any]) -> dict[str, str]:
+        if gone != self._gone:
+            return self._new_leaves(gone).write(position)
         if self._leaves is None or (self._leaves.rank, self._leaves.world) != distributed_rank():
-            self._leaves = self._new_leaves(self._gone)
-        return self._leaves.write(self._position)
+            self._leaves = self._new_leaves(gone)
+        return self._leaves.write(position)
+
+    @property
+    def skipped(self) -> Skipped:
+        """What ``on_error="skip"`` left out in this run, on this rank: a ``count``, and the ``last`` by name."""
+        return Skipped.of_position(self._position.skipped)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Stand where a position says; the next ``iter()``, or the next batch of a live iterator, goes on there.
@@ -170,6 +202,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
     def _stand_at(self, position: Position, *, resumed: bool) -> None:
         if self._order is not None and isinstance(position, MapPosition):
             self._order.go_back(position)
+        self._trail.clear()
         self._position, self._resumed, self._begun = position, resumed, False
         if self._ballot is not None:
             self._ballot = self._ballot.anew(resumed=resumed)
@@ -177,6 +210,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
         for name, holder in epoch_holders(self).items():
             if name in position.epochs:
                 holder.set_epoch(PutBack(position.epochs[name]))
+        self._kept.forget()
         self._close_engine()
         if (live := self._live()) is not None and not live.finished:
             live.reposition()
@@ -197,16 +231,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def _new_leaves(self, gone: dict[str, Any]) -> Leaves:
         rank, world = distributed_rank()
-        if not self._shared and world > 1:
-            say_once(
-                "This loader has no dp arguments while torch.distributed has several ranks: each rank's position is "
-                "its own, exact on the same number of ranks only. Pass dp_rank and dp_world_size (or mesh) to change "
-                "it at a resume."
-            )
-        elif world > 1 and self._kind == "stream" and not self._options.sharded:
-            say_once(
-                "Each rank gets all rows of the stream: pass group=, mesh=, or dp_rank and dp_world_size to share them."
-            )
+        tell_of_ranks(world, self._kind, shared=self._shared, sharded=self._options.sharded)
         fingerprint, kinds = fingerprint_of(self.dataset, self._options, self._order, self._lanes, self.batch_size)
         return Leaves(
             self._kind, self._shared, rank, world, self._lanes, self._mine(), fingerprint | gone, kinds,
@@ -216,38 +241,41 @@ class StatefulDataLoader(DataLoader[Any], Run):
     # ---- epochs
 
     def __iter__(self) -> Epoch:  # type: ignore[override]
+        self._put_aside()
         live = self._live()
-        if live is not None and live.waiting:
-            live.finished = True  # it was repositioned, and this iterator takes its place
-        before = self._position, self._begun, self._resumed
-        self._position = self._stand_for_pass(self._position.copy())
-        if self._ballot is not None:
-            self._ballot = self._ballot.anew(resumed=self._resumed)
-        resumed, self._resumed, self._begun = self._resumed, False, True
-        told = self._reported_length if self._options.ends != "repeat" else None
-        length = None if told is None else (self.dataset, told)
+        if live is not None and (live.waiting or self._options.prefetch.saved):
+            live.finished = True  # it was repositioned, or what it has ahead is in the position; this one takes over
+        self._trail.settle(self._gone)
+        before = self._position, self._begun, self._resumed, self._gone
         try:
-            epoch = Epoch(self, resumed, self.persistent_workers, self.pin_memory, length)
+            self._position = self._stand_for_pass(self._position.copy())
+            if self._ballot is not None:
+                self._ballot = self._ballot.anew(resumed=self._resumed)
+            resumed, self._resumed, self._begun = self._resumed, False, True
+            told = self._reported_length if self._options.ends != "repeat" else None
+            length = None if told is None else (self.dataset, told)
+            keep = self.persistent_workers or self._options.prefetch.saved
+            epoch = Epoch(self, resumed, keep, self.pin_memory, length)
         except BaseException:  # nothing was begun: another try is for the same epoch
-            self._position, self._begun, self._resumed = before
+            self._position, self._begun, self._resumed, self._gone = before
             raise
         self._iterating = weakref.ref(epoch)
         return epoch
 
     def _stand_for_pass(self, position: Position) -> Position:
         """A position as a new pass begins with it: of the next epoch, where one was begun or is over."""
-        endless = self._options.ends == "repeat"
+        goes_on = self._options.ends == "repeat" or self._options.prefetch.saved
         over = self._order is not None and isinstance(position, MapPosition) and self._order.at_end(position)
         epochs = {name: holder.epoch for name, holder in epoch_holders(self).items()}
         moved_on = position.stopped and any(position.epochs.get(name, now) != now for name, now in epochs.items())
-        if (self._resumed or endless) and position.mid_epoch and not moved_on:
+        if (self._resumed or goes_on) and position.mid_epoch and not moved_on:
             check_epochs(position.epochs, epochs, over=over)
-        if (self._begun and not endless) or over or (self._resumed and moved_on):
+        if (self._begun and not goes_on) or over or (self._resumed and moved_on):
             self._to_next_epoch(position, ended=position.stopped)
         position.stopped = False
-        if not endless or not position.mid_epoch:
+        if not goes_on or not position.mid_epoch:
             position.epochs = {name: int(epoch) for name, epoch in epochs.items()}
-        if endless and isinstance(position, LanesPosition) and position.noted is None:
+        if self._options.ends == "repeat" and isinstance(position, LanesPosition) and position.noted is None:
             position.noted = position.epoch
         return position
 
@@ -264,6 +292,8 @@ class StatefulDataLoader(DataLoader[Any], Run):
     def start(self, epoch: Epoch) -> tuple[Engine, Feed]:
         """For the iterator: an engine and a feed at the position of now."""
         position = self._position
+        self._put_aside()
+        self._trail.settle(self._gone)
         self._resumed = False
         self._begun = True
         draw_run(position, self._options, self.generator)
@@ -273,16 +303,21 @@ class StatefulDataLoader(DataLoader[Any], Run):
         engine = self._engine
         if engine is None or engine.closed:
             owned = None if self._order is not None else len(self._mine())
-            engine = new_engine(self, self._kind, self._lanes, owned, rules)
+            engine = new_engine(self, self._kind, self._lanes, owned, rules, self._options)
         try:
-            feed = self._new_feed(engine, position, rules)
+            feed, self._turns = new_feed(self, self._order, engine, position, rules, self._options, self._ballot)
         except BaseException:
             engine.close()
             raise
-        if self.persistent_workers and engine is not self._engine:
-            self._engine = engine
-            weakref.finalize(self, engine.close).atexit = False  # the engine sees to that itself
+        self._kept.keep(feed)
+        self._trail.begin(position)
+        if (self.persistent_workers or feed.keeps) and engine is not self._engine:
+            self._engine = engine  # it ends with the loader
         return engine, feed
+
+    def _put_aside(self) -> None:
+        if self._kept.put_aside() and not self.persistent_workers:
+            self._close_engine()
 
     def _live(self) -> Epoch | None:
         return self._iterating() if self._iterating is not None else None
@@ -291,58 +326,46 @@ class StatefulDataLoader(DataLoader[Any], Run):
         """For the iterator: whether it is the newest."""
         return self._live() is epoch
 
+    @property
+    def trail(self) -> Trail:
+        """For the iterator: which deliveries have moved the position."""
+        return self._trail
+
+    def take_back(self, epoch: Epoch) -> None:
+        """For the iterator: what it had begun to count did not reach the user."""
+        if self.is_live(epoch) and (position := self._trail.take_back(self._gone)) is not None:
+            self._position = position
+
+    def delivered(self, epoch: Epoch, batch: Any) -> None:
+        """For the iterator: a batch is handed out."""
+        if self.is_live(epoch):
+            self._trail.note(batch, self._position)
+
     def finish(self, epoch: Epoch, *, going_on: bool) -> None:
-        """For the iterator: its epoch is over."""
+        """For the iterator: its epoch is over. Done at once, with the last statement: no interrupt parts it."""
         if not self.is_live(epoch):
             return  # a newer iterator has the loader's position
-        position, ballot, ends = self._position, self._ballot, self._options.ends
+        self._put_aside()
+        self._trail.settle(self._gone)
+        position, ballot, ends = self._position.copy(), self._ballot, self._options.ends
         if ends == "alone" and self._options.share.world > 1 and not going_on:
-            say_once(
-                "Each rank ends an epoch with its own data: ranks may end at different steps, and a training loop on "
-                "several ranks has to agree on the last one. Pass group= or mesh=, and they end together."
-            )
+            tell_of_own_ends()
         waited = ballot is not None and ballot.waits(position)
         over = self._order is not None and isinstance(position, MapPosition) and self._order.at_end(position)
         if ends == "stop" and not waited and not over:
             tell_of_rest(position, self._order)
-        if ballot is not None:
-            self._ballot = ballot.anew(resumed=False)
-        if ends == "stop" and not over and not going_on:
-            position.stopped = True  # on other ranks, what is left may do for a step
-            return
-        if not waited:
+        ballot = None if ballot is None else ballot.anew(resumed=False)
+        position.stopped = ends == "stop" and not over and not going_on  # on other ranks, the rest may do for a step
+        if not waited and not position.stopped:
             self._to_next_epoch(position, ended=True)
-        self._begun = False
+        self._position, self._ballot, self._begun, epoch.finished = position, ballot, position.stopped, not going_on
 
     def _rules(self, position: Position) -> Rules:
-        options = self._options
-        every = options.capture_every or (1 if options.resume == "trust" else None)
         subject = self._order.base if self._order is not None and self._order.kind == "custom" else self.dataset
         if self._pristine is None and (self._kind == "iterable" or subject is not self.dataset):
             what = f"the state_dict() of {type(subject).__qualname__}"
             self._pristine = TorchOpening(subject, use_state=True, what=what).carry()
-        return Rules(
-            run=position.run or 0,
-            seed_by=options.seed_by,
-            resume=options.resume,
-            capture_every=every,
-            drop_last=self.drop_last and self._kind == "iterable",
-            pristine=self._pristine,
-            endless=options.ends == "repeat",
-            lineage=options.lineage,
-        )
-
-    def _new_feed(self, engine: Engine, position: Position, rules: Rules) -> Feed:
-        self._turns = None
-        options = self._options
-        if self._order is not None and isinstance(position, MapPosition):
-            feed, self._turns = new_map_feed(engine, position, self._order, rules, options.seeded)
-            return feed
-        if not isinstance(position, LanesPosition):
-            raise TypeError("a map-style dataset has a MapPosition, any other a LanesPosition")
-        needed = options.share.world > 1 and options.ends != "pad"
-        feed = new_lane_feed(self, self._kind, Lanes(engine, position, rules, needed=needed), lineage=rules.lineage)
-        return feed if self._ballot is None else Together(feed, self._ballot, position)
+        return new_rules(self, self._kind, position, self._options, self._pristine)
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -351,6 +374,7 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def close(self) -> None:
         """End the worker processes, within two seconds; may be called again. Batches already handed out stay."""
+        self._kept.let_go()
         if (live := self._live()) is not None:
             live.close()
         self._close_engine()
@@ -359,7 +383,8 @@ class StatefulDataLoader(DataLoader[Any], Run):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the loader (by copy or pickle) goes on from its position, with workers of its own."""
-        alone = dict.fromkeys(("_iterating", "_engine", "_turns")) | {"_ballot": self._new_ballot()}
+        alone = dict.fromkeys(("_iterating", "_engine", "_turns"))
+        alone |= {"_ballot": new_ballot(self._options, self._order), "_trail": Trail(), "_kept": Kept()}
         going_on = {"_position": self._position.copy(), "_resumed": self._begun or self._resumed, "_begun": False}
         return {**self.__dict__, **alone, **going_on}
 

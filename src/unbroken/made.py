@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
+
+from unbroken.skipped import LeftOut
 
 __all__ = ["Made", "Turn"]
 
@@ -33,10 +36,14 @@ class Made:
     rolled: bool = False
     origins: Any = None
     """The stored rows behind the last sample, where they were asked for."""
+    left_out: Sequence[LeftOut] = ()
+    """The samples that failed on the way, and were left out."""
 
     def __reduce__(self) -> tuple[type[Made], tuple[Any, ...]]:
         """A turn on its way from a worker: its samples travel by themselves."""
         others = self.capture, self.opened, self.carry, self.ended, self.unaware, self.rolled, self.origins
+        if self.left_out:
+            return Made, ([], self.number, self.digests, *others, self.left_out)
         return Made, ([], self.number, self.digests, *others)
 
 

@@ -12,16 +12,15 @@ import torch
 import torch.distributed
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from unbroken.contexts import THREAD, check_threads
 from unbroken.lanes import LaneStream
 from unbroken.sampling import Share, adoptable
+from unbroken.skipped import Skipping
 
 __all__ = ["Faults", "Options", "Prefetch", "check_options", "distributed_rank", "say_once"]
 
 _log = logging.getLogger("unbroken")
 _said: set[str] = set()
-_NOT_YET: dict[str, Any] = {
-    "save_prefetched": False, "in_order": True, "on_error": "raise", "on_timeout": "raise", "max_prefetch_bytes": None,
-}  # fmt: skip
 
 
 def say_once(text: str) -> None:
@@ -95,15 +94,17 @@ class Options:
         """Whether random numbers come from a seed: the one given, or 0 where ranks have to agree."""
         return self.seed is not None or self.sharded
 
+    @property
+    def skipping(self) -> Skipping | None:
+        """How samples that fail are left out, if they are. Ranks that share a place have to take the same steps."""
+        if self.faults.on_error != "skip":
+            return None
+        whole = "pass" if self.share.world == 1 else "empty" if self.ends == "pad" else "refuse"
+        return Skipping(self.faults.max_skipped, whole)
+
 
 def check_options(given: dict[str, Any]) -> Options:
-    """Check the arguments beyond torch's. Raises ``ValueError``, ``TypeError`` or, for what is not there yet,
-    ``NotImplementedError``."""
-    for name, default in _NOT_YET.items():
-        if given[name] != default:
-            raise NotImplementedError(
-                f"{name}={given[name]!r} is not available in this version; leave {name} at {default!r}."
-            )
+    """Check the arguments beyond torch's. Raises ``ValueError`` or ``TypeError``."""
     _check_one_of("seed_by", given["seed_by"], ("batch", "sample"))
     _check_one_of("resume", given["resume"], ("checked", "trust", "replay"))
     _check_one_of("at_end", given["at_end"], ("stop", "pad", "repeat"))
@@ -128,11 +129,20 @@ def check_options(given: dict[str, Any]) -> Options:
             f'at_end="pad" on {share.world} ranks needs to know when the last of them is done: pass group= (the '
             "process group of the data-parallel ranks; gloo will do), or mesh=."
         )
-    every = given["snapshot_every_n_steps"]
-    return Options(
-        seed, given["seed_by"], given["lanes"], share, sharded, given["resume"], every, given["at_end"], group,
-        _check_lineage(given["lineage"], given["dataset"]), _check_faults(given), _check_prefetch(given),
+    if given["multiprocessing_context"] == THREAD:
+        check_threads(*(given[name] for name in ("dataset", "worker_init_fn", "on_timeout", "max_prefetch_bytes")))
+    every, prefetch = given["snapshot_every_n_steps"], _check_prefetch(given)
+    resume = "trust" if prefetch.saved else given["resume"]  # nothing that it could be checked by can be made again
+    options = Options(
+        seed, given["seed_by"], given["lanes"], share, sharded, resume, every, given["at_end"], group,
+        _check_lineage(given["lineage"], given["dataset"]), _check_faults(given), prefetch,
     )  # fmt: skip
+    if prefetch.saved and options.ends == "stop":
+        raise ValueError(
+            'at_end="stop" leaves what some rank cannot fill a step with, and save_prefetched=True is for sources that '
+            'cannot be read again: it would be lost. Pass at_end="pad" or "repeat".'
+        )
+    return options
 
 
 def _check_faults(given: Mapping[str, Any]) -> Faults:
@@ -160,7 +170,28 @@ def _check_prefetch(given: Mapping[str, Any]) -> Prefetch:
         if not isinstance(given[name], bool):
             raise TypeError(f"{name} must be True or False, but got {name}={given[name]!r}.")
     _check_whole("max_prefetch_bytes", given["max_prefetch_bytes"], 1)
+    if given["save_prefetched"]:
+        _check_once(given)
     return Prefetch(given["in_order"], given["save_prefetched"], given["max_prefetch_bytes"])
+
+
+def _check_once(given: Mapping[str, Any]) -> None:
+    """Refuse what makes samples again, or leaves some out, of a source that cannot be read again."""
+    for name, value, why in (
+        ("resume", "replay", "makes everything again from the start of the epoch"),
+        ("on_error", "skip", "leaves samples out, which are lost then"),
+        ("on_timeout", "restart", "ends a worker with all that it has taken from the source"),
+    ):
+        if given[name] == value:
+            raise ValueError(
+                f'{name}="{value}" {why}, and save_prefetched=True is for sources that cannot be read again: pass one '
+                "of them."
+            )
+    if given["snapshot_every_n_steps"] not in (None, 1):
+        raise ValueError(
+            "save_prefetched=True saves the state of the dataset after every sample, for nothing can be made again "
+            "from an earlier one. Leave snapshot_every_n_steps out."
+        )
 
 
 def _check_lineage(asked: Any, dataset: Any) -> bool:

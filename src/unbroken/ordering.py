@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from unbroken.errors import LaneError
 from unbroken.lanes import LaneStream, plan_lanes
-from unbroken.options import Options, say_once
+from unbroken.options import Options, distributed_rank, say_once
 from unbroken.sampling import MapOrder
 
-__all__ = ["Ordering", "WatchedBatchSampler", "fingerprint_of", "settle"]
+__all__ = ["Ordering", "WatchedBatchSampler", "fingerprint_of", "settle", "tell_of_ranks"]
 
 
 @final
@@ -33,14 +33,32 @@ def settle(loader: DataLoader[Any], given: dict[str, Any], options: Options) -> 
     Raises ``ValueError`` and ``LaneError`` where they do not go together.
     """
     dataset = given["dataset"]
+    if options.prefetch.saved and (isinstance(dataset, LaneStream) or not isinstance(dataset, IterableDataset)):
+        kind = "a stream" if isinstance(dataset, LaneStream) else "map-style"
+        raise ValueError(
+            f"save_prefetched=True is for iterable datasets that cannot be read again, such as a queue. A "
+            f"{type(dataset).__qualname__} is {kind}: what was made ahead is made again after a load, and need not be "
+            "saved.\nLeave save_prefetched out."
+        )
     if isinstance(dataset, LaneStream) and isinstance(dataset, IterableDataset):
         return Ordering("stream", planned_lanes(dataset, loader.num_workers, options), None)
+    if isinstance(dataset, IterDataPipe) and not options.sharded and (world := distributed_rank()[1]) > 1:
+        raise ValueError(
+            f"torch's loader shares out a datapipe among the {world} ranks by itself. Here the ranks have to be named: "
+            "pass dp_rank and dp_world_size, group=, or mesh=."
+        )
     if isinstance(dataset, IterableDataset):
         return Ordering("iterable", planned_lanes(dataset, loader.num_workers, options), None)
     if options.lanes is not None:
         raise ValueError(
             f"lanes={options.lanes} was given with a map-style dataset, which has no lanes: any worker takes "
             "its next batch. Leave lanes out."
+        )
+    if not options.prefetch.in_order and options.sharded:
+        raise ValueError(
+            "in_order=False was given with a map-style dataset that is shared out among ranks: they have one place in "
+            "its order together, and each would deliver its part of it in another order.\nLeave in_order out, or the "
+            "arguments that share it out."
         )
     shuffled_by = options.seed if given["shuffle"] else None
     own = given["batch_sampler"] is None
@@ -104,6 +122,7 @@ def fingerprint_of(
     """The fields that a position is held against, and the class of a difference in each (``"data"`` if unnamed)."""
     fields: dict[str, Any] = {"dataset": type(dataset).__qualname__, "seed": options.seed, "seed_by": options.seed_by}
     kinds = {"seed": "order", "seed_by": "order", "batch_size": "safe", "sampler": "order"}
+    kinds["save_prefetched"] = "data, held"  # of the ones nothing is made again, of the others everything
     if order is not None:
         fields |= order.describe() | {"length": len(dataset) if hasattr(dataset, "__len__") else None}
         fields["batch_size"] = order.size
@@ -114,6 +133,8 @@ def fingerprint_of(
         described = dataset.describe()
         return fields | described, kinds | {name: dataset.difference_class(name) for name in described}
     kinds["batch_size"] = "order" if lanes > 1 else "safe"
+    if options.prefetch.saved:
+        fields["save_prefetched"] = True
     return fields, kinds
 
 
@@ -123,6 +144,20 @@ def tell_of_own_state(dataset: Any) -> None:
         say_once(
             f"{type(dataset).__qualname__} is map-style, and has a state of its own. It is not part of the position: "
             "a sample has to be a function of its index (and of the random numbers of its place)."
+        )
+
+
+def tell_of_ranks(world: int, kind: str, *, shared: bool, sharded: bool) -> None:
+    """Say what several ranks of torch.distributed mean for a loader that was not told of them."""
+    if not shared and world > 1:
+        say_once(
+            "This loader has no dp arguments while torch.distributed has several ranks: each rank's position is "
+            "its own, exact on the same number of ranks only. Pass dp_rank and dp_world_size (or mesh) to change "
+            "it at a resume."
+        )
+    elif world > 1 and kind == "stream" and not sharded:
+        say_once(
+            "Each rank gets all rows of the stream: pass group=, mesh=, or dp_rank and dp_world_size to share them."
         )
 
 

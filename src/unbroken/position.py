@@ -6,179 +6,23 @@ These are the records of the consumer. Only a delivery moves them; what workers 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, final
 
 import orjson
 
-from unbroken.anchor import Anchor
 from unbroken.errors import InvalidState
+from unbroken.lane_position import ROW, LanePosition, Mark
 from unbroken.ledger import fold
-from unbroken.made import Made, Turn
-from unbroken.state import checked_sampler, fragment, resealed, whole
+from unbroken.made import Turn
+from unbroken.prefetched import Held, held_of_lanes, held_to_json
+from unbroken.skipped import Skipped
+from unbroken.state import checked_sampler, whole
 
 __all__ = ["LanePosition", "LanesPosition", "MapPosition", "Position"]
-
-
-@final
-@dataclass(slots=True)
-class LanePosition:
-    """The position of one lane: epoch, turns and samples delivered in it, and how to make the rest.
-
-    Where lanes go on with epochs of their own, ``turns`` counts on over them: whose turn it is must not start anew.
-
-    ``sizes`` lists ``[first sample, batch size]`` wherever the batch size changed in this epoch: random numbers
-    are seeded per batch, so samples that are made again need the bounds of the batches they were in.
-    ``ledger`` is the count of samples over all epochs, and a rolling digest of the last sample of each turn.
-    ``exact`` says that states are exact by construction (a stream's, or trusted ones): no witness is needed.
-    """
-
-    exact: bool = False
-    epoch: int = 0
-    turns: int = 0
-    delivered: int = 0
-    ended: bool = False
-    ledger: tuple[int, int] = (0, 0)
-    last: int | None = None
-    carry: str | None = None
-    anchor: Anchor | None = None
-    newer: list[Anchor] = field(default_factory=list)
-    sizes: list[list[int]] = field(default_factory=list)
-    _json: str | None = None
-
-    def deliver(self, made: Made, size: int) -> None:
-        """Count a delivered turn of up to ``size`` samples."""
-        self._json = None
-        if made.rolled:
-            self.roll(made.carry)
-        start, number = self.delivered, made.number
-        self.turns += 1
-        self.delivered += number
-        self.last = made.digests[-1]
-        self.ledger = (self.ledger[0] + number, fold(self.ledger[1], [self.last]))
-        if made.opened is not None:
-            self.anchor = Anchor(0, None, made.opened[1])
-        if not self.sizes or self.sizes[-1][1] != size:
-            self.sizes.append([start, size])
-        if self.newer:
-            self._promote(self.delivered - len(made.digests), made.digests)
-        if made.capture is not None:
-            at, before, after = made.capture
-            anchor = Anchor(at, before, after, wait=int(at == self.delivered and not self.exact))
-            if self.exact:
-                self.anchor = anchor
-            else:
-                self.newer[1:] = [anchor]
-
-    def deliver_row(self, turn: Turn) -> None:
-        """Count a delivered row of a stream that is under way: the same as ``deliver``, and less to look at."""
-        self._json = None
-        self.turns += 1
-        self.delivered = turn.at
-        self.last = turn.digest
-        count, rolling = self.ledger
-        self.ledger = count + 1, fold(rolling, [turn.digest])
-        self.anchor = Anchor(turn.at, None, turn.state)
-
-    def _promote(self, first: int, digests: list[int]) -> None:
-        for candidate in self.newer:
-            candidate.witness(first, digests)
-        for number in reversed(range(len(self.newer))):
-            if self.newer[number].fixed:
-                self.anchor = self.newer[number]
-                del self.newer[: number + 1]
-                return
-
-    def end(self, made: Made) -> None:
-        """The lane has no more turns in this epoch."""
-        self._json = None
-        if made.rolled:
-            self.roll(made.carry)
-        self.ended = True
-        self.carry = made.carry
-
-    def next_epoch(self, pristine: str | None) -> None:
-        """Stand at the start of the next epoch; what the dataset's state was at the end is carried into it.
-
-        A lane that was left before its end begins again as it began: at its last carry, or at the ``pristine`` state.
-        """
-        self._json = None
-        if not self.ended and self.carry is None:
-            self.carry = pristine
-        self.epoch += 1
-        self.turns = self.delivered = 0
-        self.ended = False
-        self.last = self.anchor = None
-        self.newer, self.sizes = [], []
-
-    def roll(self, carry: str | None) -> None:
-        """Go on with the next epoch while other lanes are in theirs; ``turns`` counts on."""
-        turns = self.turns
-        self.ended, self.carry = True, carry
-        self.next_epoch(None)
-        self.turns = turns
-
-    @property
-    def dropped(self) -> bool:
-        """Whether its epoch has ended without yielding anything. Where lanes go on, such a one does not."""
-        return self.ended and not self.delivered
-
-    def copy(self) -> LanePosition:
-        """Another one at the same place, which moves on its own."""
-        newer = [replace(anchor, witnesses=list(anchor.witnesses)) for anchor in self.newer]
-        return replace(self, newer=newer, sizes=[list(size) for size in self.sizes])
-
-    def starts_batch(self, sample: int) -> bool:
-        """Whether a delivered sample was the first of its batch."""
-        for first, size in reversed(self.sizes):
-            if sample >= first:
-                return (sample - first) % size == 0
-        return True
-
-    def to_json(self) -> str:
-        """The fields of this lane as JSON, made anew only where the lane has moved."""
-        if self._json is None:
-            self._json = orjson.dumps(self._fields()).decode()
-        return self._json
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "turns": self.turns,
-            "delivered": self.delivered,
-            "ended": self.ended,
-            "ledger": self.ledger,
-            "last": self.last,
-            "sizes": self.sizes,
-            "carry": fragment(self.carry),
-            "anchor": None if self.anchor is None else self.anchor.fields(),
-        }
-
-    @staticmethod
-    def from_json(leaf: Any, name: str, exact: bool) -> LanePosition:
-        """Read the fields of a lane in a leaf. Raises ``InvalidState`` where a field is missing or of another type."""
-        try:
-            anchor = None
-            if (a := leaf["anchor"]) is not None:
-                before, after = resealed(a["before"]), resealed(a["after"])
-                anchor = Anchor(
-                    whole(a["at"]), before, after, 0, whole(a["first_witness"]), [whole(d) for d in a["witnesses"]]
-                )
-            return LanePosition(
-                exact=exact,
-                epoch=whole(leaf["epoch"]),
-                turns=whole(leaf["turns"]),
-                delivered=whole(leaf["delivered"]),
-                ended=bool(leaf["ended"]),
-                ledger=(whole(leaf["ledger"][0]), whole(leaf["ledger"][1])),
-                last=None if leaf["last"] is None else whole(leaf["last"]),
-                carry=resealed(leaf["carry"]),
-                anchor=anchor,
-                sizes=[[whole(first), whole(size, 1)] for first, size in leaf["sizes"]],
-            )
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
 
 class Position(ABC):
@@ -194,6 +38,8 @@ class Position(ABC):
     run: int | None
     epochs: dict[str, int]
     stopped: bool
+    skipped: Skipped | dict[int, Skipped]
+    """What was left out, in all or of each lane."""
 
     @property
     @abstractmethod
@@ -213,11 +59,34 @@ class Position(ABC):
     def copy(self) -> Position:
         """Another one at the same place, which moves on its own."""
 
+    @abstractmethod
+    def mark(self) -> Mark:
+        """This place, for ``back_at``. From now on it is kept what moves overwrite, until ``forget_marks``."""
+
+    @abstractmethod
+    def back_at(self, marks: Sequence[Mark]) -> Position:
+        """As it was at the first of ``marks``, which are all since then: to be written, or to go on from where this one
+        is given up. What did not move is shared with this position.
+        """
+
+    @abstractmethod
+    def moved_since(self, mark: Mark) -> bool:
+        """Whether it has moved, or begun to, since the last mark."""
+
+    @abstractmethod
+    def forget_marks(self) -> None:
+        """None of them is gone back to any more."""
+
 
 @final
 @dataclass(slots=True)
 class LanesPosition(Position):
-    """The lanes of one rank. Where each goes on with its own epochs, ``noted`` is the one that ``epochs`` are of."""
+    """The lanes of one rank. Where each goes on with its own epochs, ``noted`` is the one that ``epochs`` are of.
+
+    ``skipped`` has the lanes of which samples were left out. It is not changed, but replaced. ``moved`` has what moves
+    overwrote since the last mark, with the lane, in their order; the mark has it too. ``held`` are turns that were made
+    and not delivered, of a source that cannot be read again.
+    """
 
     lanes: dict[int, LanePosition]
     step: int = 0
@@ -226,6 +95,9 @@ class LanesPosition(Position):
     epochs: dict[str, int] = field(default_factory=dict)
     stopped: bool = False
     noted: int | None = None
+    skipped: dict[int, Skipped] = field(default_factory=dict)
+    moved: list[Mark] | None = field(default=None, init=False, repr=False, compare=False)
+    held: dict[int, deque[Held]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def epoch(self) -> int:
@@ -243,7 +115,7 @@ class LanesPosition(Position):
 
     @property
     def mid_epoch(self) -> bool:
-        return any(lane.delivered or lane.ended for lane in self.lanes.values())
+        return any(lane.delivered or lane.ended for lane in self.lanes.values()) or any(self.held.values())
 
     def settle(self, pristine: str | None, *, alone: bool = True) -> None:
         """After a load: where no lane has more in this epoch, go on with the next, if this rank is to do so ``alone``.
@@ -266,16 +138,68 @@ class LanesPosition(Position):
                 lane.next_epoch(pristine)
 
     def copy(self) -> LanesPosition:
-        return replace(self, lanes={number: lane.copy() for number, lane in self.lanes.items()})
+        other = replace(self, lanes={number: lane.copy() for number, lane in self.lanes.items()})
+        other.held = {number: held.copy() for number, held in self.held.items()}
+        return other
+
+    def made(self, number: int) -> LanePosition:
+        """Where the making of a lane goes on: after all that is held of it. It shares what does not move."""
+        if not self.held.get(number):
+            return replace(self.lanes[number])
+        lane = self.lanes[number].copy()
+        for held in self.held[number]:
+            if held.made.ended:
+                lane.end(held.made)
+            elif held.failure is None:
+                lane.deliver(held.made, held.made.number)
+        return lane
+
+    def moving(self, number: int) -> LanePosition:
+        """A lane that is about to be moved by a delivery."""
+        lane = self.lanes[number]
+        if self.moved is not None:
+            self.moved.append((number, *lane.mark()))
+        return lane
+
+    def deliver_row(self, number: int, turn: Turn) -> None:
+        """Count a delivered row of a stream: the same as for other moves, and less is overwritten."""
+        lane = self.lanes[number]
+        if self.moved is not None:  # the first fields of lane.mark()
+            self.moved.append((number, lane.turns, lane.delivered, lane.last, lane.ledger, lane.anchor))
+        lane.deliver_row(turn)
+
+    def mark(self) -> Mark:
+        moved: list[Mark] = []
+        self.moved = moved
+        return _of_lanes(self), moved
+
+    def back_at(self, marks: Sequence[Mark]) -> LanesPosition:
+        moves = [move for _, moved in marks for move in moved]
+        first = {number: mark for number, *mark in reversed(moves)}
+        whole = {number: mark for number, *mark in reversed(moves) if len(mark) > ROW}
+        before = {number: self.lanes[number].back_at((*mark,), whole.get(number)) for number, mark in first.items()}
+        return LanesPosition(self.lanes | before, *marks[0][0])
+
+    def moved_since(self, mark: Mark) -> bool:
+        return bool(mark[1]) or _of_lanes(self) != mark[0]
+
+    def forget_marks(self) -> None:
+        self.moved = None
 
     def leaves(self) -> dict[int, str]:
         """The leaf of every lane: one head for all, and of each lane what it has kept since it moved last."""
         head = _leaf(self)[:-1]
-        return {number: f'{head},"lane":{lane.to_json()}}}' for number, lane in self.lanes.items()}
+        return {number: f'{head},"lane":{self._lane(number)}}}' for number in self.lanes}
 
     def leaf_of_all(self) -> str:
         """One leaf for all lanes of a plain loader."""
-        return _leaf(self, lanes=[orjson.Fragment(lane.to_json()) for lane in self.lanes.values()])
+        return _leaf(self, lanes=[orjson.Fragment(self._lane(number)) for number in self.lanes])
+
+    def _lane(self, number: int) -> str:
+        lane, skipped, held = self.lanes[number].to_json(), self.skipped.get(number), self.held.get(number)
+        if held:
+            lane = f'{lane[:-1]},"prefetched":{held_to_json(held, number)}}}'
+        return lane if skipped is None else f'{lane[:-1]},"skipped":{skipped.to_json()}}}'
 
     @staticmethod
     def from_leaves(leaves: Iterable[tuple[int, str, Mapping[str, Any]]], exact: bool) -> LanesPosition:
@@ -284,11 +208,17 @@ class LanesPosition(Position):
         Raises ``InvalidState`` where a field is missing or of another type.
         """
         lanes, heads = {}, []
+        skipped: dict[int, Skipped] = {}
+        held: dict[int, deque[Held]] = {}
         for lane, name, leaf in leaves:
             position = lanes[lane] = LanePosition.from_json(leaf.get("lane"), name, exact)
+            skipped |= Skipped.of_lanes([(lane, leaf["lane"])], name)
+            held |= held_of_lanes([(lane, leaf["lane"])], name)
             head = _head_of(leaf, name)
             heads.append(((-position.epoch, head[0] - head[1], head[0]), head))
-        return LanesPosition(lanes, *max(heads, key=lambda found: found[0])[1])
+        whole_rank = LanesPosition(lanes, *max(heads, key=lambda found: found[0])[1], skipped)
+        whole_rank.held = held
+        return whole_rank
 
 
 @final
@@ -296,7 +226,9 @@ class LanesPosition(Position):
 class MapPosition(Position):
     """A map-style dataset: how many rows of the epoch's global order were delivered, by all ranks together.
 
-    ``sampler`` is what makes the order again, ``cursor`` where a custom sampler stands (see ``sampling``).
+    ``sampler`` is what makes the order again, ``cursor`` where a custom sampler stands (see ``sampling``). ``skipped``:
+    what was left out on this rank. ``beyond``: ranges of steps that were delivered out of order, the first and the last
+    of each, counted from the first step that was not.
     """
 
     epoch: int = 0
@@ -309,10 +241,12 @@ class MapPosition(Position):
     epochs: dict[str, int] = field(default_factory=dict)
     cursor: LanePosition = field(default_factory=LanePosition)
     stopped: bool = False
+    skipped: Skipped = field(default_factory=Skipped)
+    beyond: tuple[tuple[int, int], ...] = ()
 
     @property
     def mid_epoch(self) -> bool:
-        return self.rows > 0
+        return self.rows > 0 or bool(self.beyond)
 
     def deliver(self, rows: int, digest: int | None) -> None:
         """Count a delivered batch, whose last sample has this digest; ``rows`` of the global order are done with it.
@@ -327,14 +261,31 @@ class MapPosition(Position):
     def next_epoch(self, pristine: str | None) -> None:
         self.epoch += 1
         self.rows, self.began, self.stopped = 0, self.step, False
-        self.sampler = None
+        self.sampler, self.beyond = None, ()
         self.cursor.next_epoch(pristine)
 
     def copy(self) -> MapPosition:
         return replace(self, cursor=self.cursor.copy())
 
+    def mark(self) -> Mark:
+        return _of_map(self), self.cursor.mark()
+
+    def back_at(self, marks: Sequence[Mark]) -> MapPosition:
+        position = MapPosition(*marks[0][0])
+        position.cursor = self.cursor.back_at(marks[0][1], marks[0][1])
+        return position
+
+    def moved_since(self, mark: Mark) -> bool:
+        return self.mark() != mark
+
+    def forget_marks(self) -> None:
+        """Nothing is kept for them."""
+
     def leaf(self, *, shared: bool) -> str:
         """The leaf of a rank; or, ``shared``, that of all of them, without what one rank alone was given."""
+        seldom: dict[str, Any] = {"skipped": orjson.Fragment(self.skipped.to_json())} if self.skipped.count else {}
+        if self.beyond:
+            seldom["beyond"] = self.beyond
         return _leaf(
             self,
             epoch=self.epoch,
@@ -342,6 +293,7 @@ class MapPosition(Position):
             ledger=None if shared else self.ledger,
             sampler=self.sampler,
             cursor=orjson.Fragment(self.cursor.to_json()),
+            **seldom,
         )
 
     @staticmethod
@@ -360,9 +312,16 @@ class MapPosition(Position):
                 epochs=epochs,
                 cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
                 stopped=stopped,
+                skipped=Skipped.of(leaf, name),
+                beyond=tuple((whole(first), whole(last, first)) for first, last in leaf.get("beyond", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
+
+
+# The fields of a position but its lanes. Their values are not changed, but replaced: a mark keeps them as they are.
+_of_lanes = attrgetter(*(part.name for part in fields(LanesPosition) if part.init and part.name != "lanes"))
+_of_map = attrgetter(*(part.name for part in fields(MapPosition)))
 
 
 def _head_of(leaf: Mapping[str, Any], name: str) -> tuple[int, int, int | None, dict[str, int], bool, int | None]:

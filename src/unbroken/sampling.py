@@ -200,6 +200,8 @@ class MapOrder:
             permutation = Permutation(total, key(self._shuffled_by or 0, "shuffle", epoch))
             return lambda start, stop, step: permutation.block(start, stop, step).tolist()
         order = self._global_order() if self.kind == "distributed" else self._drawn(position, run, epoch, seeded)
+        if not set(map(type, order)) <= {int}:  # a SubsetRandomSampler of names, say
+            return lambda start, stop, step: order[start:stop:step]
         array = np.asarray(order, dtype=np.int64)
         return lambda start, stop, step: array[start:stop:step].tolist()
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from unbroken.engine.cursor import Rules
 from unbroken.engine.engine import Engine, Reply
-from unbroken.engine.feeds import LaneFeed, Lanes, MapFeed
+from unbroken.engine.feeds import LaneFeed, MapFeed
 from unbroken.engine.host import Plan
 from unbroken.engine.inline import Inline
 from unbroken.engine.opening import TorchOpening
 from unbroken.engine.rows import Batching, RowFeed
+from unbroken.engine.turns import Lanes
 from unbroken.position import LanePosition, LanesPosition, MapPosition
 from unbroken.sampling import Step
 
@@ -62,6 +63,7 @@ class Hosts(Engine):
         self.collected += 1
         reply = self.replies.pop(ticket)
         if isinstance(reply, Exception):
+            self.failed = id(reply)
             raise reply
         assert isinstance(reply, Reply)
         return reply

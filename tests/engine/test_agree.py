@@ -30,6 +30,7 @@ class Counting(Feed):
         self.made = 0
         self.committed: list[int] = []
         self.ended = 0
+        self.position: LanesPosition | None = None
 
     def make(self) -> Prepared:
         if self.made in self.trouble:
@@ -41,6 +42,8 @@ class Counting(Feed):
 
     def commit(self, record: int) -> None:
         self.committed.append(record)
+        if self.position is not None:
+            self.position.step += 1
 
     def end(self) -> None:
         self.ended += 1
@@ -48,9 +51,12 @@ class Counting(Feed):
     def ready(self) -> bool:
         return not self.slow
 
+    def knows(self, error: Exception) -> bool:
+        return True
 
-def together(peer: Peer, feed: Feed, *, pads: bool = False) -> tuple[Together, LanesPosition]:
-    position = LanesPosition({peer.rank(): LanePosition()})
+
+def together(peer: Peer, feed: Counting, *, pads: bool = False) -> tuple[Together, LanesPosition]:
+    position = feed.position = LanesPosition({peer.rank(): LanePosition()})
     return Together(feed, Ballot(peer, pads=pads), position), position
 
 
@@ -61,7 +67,7 @@ def deliver(feed: Feed) -> list[int]:
     return batch[:, 0].tolist()
 
 
-def delivered(peer: Peer, feed: Feed, *, pads: bool = False) -> list[Any]:
+def delivered(peer: Peer, feed: Counting, *, pads: bool = False) -> list[Any]:
     """What a rank delivers to the end: numbers, and the errors between them, by their type."""
     group, _ = together(peer, feed, pads=pads)
     found: list[Any] = []

@@ -17,7 +17,7 @@ from unbroken.engine.cursor import Rules
 from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.wire import decode
 from unbroken.errors import UncopyableDataset
-from unbroken.position import LanePosition
+from unbroken.lane_position import LanePosition
 from unbroken.seeding import isolated
 
 

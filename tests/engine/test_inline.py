@@ -17,9 +17,9 @@ from unbroken import StatefulDataLoader
 from unbroken.engine.cursor import Rules
 from unbroken.engine.host import MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.inline import Inline
+from unbroken.lane_position import LanePosition
 from unbroken.lanes import Lane
 from unbroken.made import Made, Turn
-from unbroken.position import LanePosition
 from unbroken.seeding import read_globals, write_globals
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,8 +46,8 @@ class FrozenMapping(Mapping):
 
 
 class FrozenSequence(Sequence):
-    def __init__(self, *inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any) -> None:
+        self.inner = list(inner)
 
     def __getitem__(self, index: Any) -> Any:
         return self.inner[index]
@@ -57,6 +58,13 @@ class FrozenSequence(Sequence):
 
 class OwnDict(dict):
     name = "own"
+
+
+class Unmakeable(FrozenMapping):
+    """Takes no mapping."""
+
+    def __init__(self, **inner: Any) -> None:
+        super().__init__(inner)
 
 
 class Pinned(torch.Tensor):
@@ -89,7 +97,7 @@ def is_pinned(value: Any) -> bool:
         (lambda t: collections.UserDict(a=t), lambda b: b["a"]),
         (lambda t: collections.UserList([t]), lambda b: b[0]),
         (lambda t: FrozenMapping({"a": t}), lambda b: b["a"]),
-        (lambda t: FrozenSequence(t), lambda b: b[0]),
+        (lambda t: FrozenSequence([t]), lambda b: b[0]),
     ],
 )
 def test_every_tensor_in_a_batch_is_pinned_wherever_it_is(make: Any, find: Any) -> None:
@@ -112,12 +120,23 @@ def test_every_tensor_in_a_batch_is_pinned_wherever_it_is(make: Any, find: Any) 
         lambda t: collections.OrderedDict(a=t),
         lambda t: collections.defaultdict(list, a=t),
         lambda t: collections.UserList([t]),
+        lambda t: FrozenMapping({"a": t}),
+        lambda t: FrozenSequence([t]),
     ],
 )
 def test_containers_keep_their_type(make: Any) -> None:
     batch = make(torch.ones(1))
     assert type(pin(batch)) is type(batch)
     assert getattr(pin(batch), "default_factory", None) is getattr(batch, "default_factory", None)
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_what_cannot_be_made_again_of_its_parts_is_a_plain_container() -> None:
+    """As with torch."""
+    assert pin(range(2)) == [0, 1]
+    assert type(pin(types.MappingProxyType({"a": 1}))) is types.MappingProxyType
+    assert pin(Unmakeable(a=1)) == {"a": 1}
+    assert type(pin(Unmakeable(a=1))) is dict
 
 
 @pytest.mark.usefixtures("accelerator")

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.utils.data._utils.collate as torch_collate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch.utils.data import default_collate
 
 from unbroken.engine.ring import Ring
-from unbroken.engine.wire import RowLayout, collate, decode, encode, stack_rows
+from unbroken.engine.wire import RowLayout, collate, decode, encode, stack_rows, stacked
+from unbroken.errors import UnsendableBatch
 
 pytestmark = [
     # torch tells of these once, whoever does it.
@@ -322,10 +324,47 @@ def test_an_array_from_a_file_arrives_as_an_array(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [lambda: None, (i for i in ()), threading.Lock()], ids=["lambda", "gen", "lock"])
-def test_what_cannot_be_pickled_raises_what_pickling_raises(value: Any) -> None:
-    theirs, ours = outcome(pickle.dumps, [value]), outcome(encode, [value])
-    assert theirs[0] != "value"
-    assert ours == theirs
+def test_what_cannot_be_pickled_is_named_with_its_place_in_the_batch(value: Any) -> None:
+    """Case 34: in the words of pickle."""
+    kind, text = outcome(pickle.dumps, value)
+    assert kind != "value"
+    with pytest.raises(UnsendableBatch) as caught:
+        encode({"fine": torch.ones(1), "meta": [1, Pair("a", value)]})
+    assert str(caught.value).startswith(
+        f"A batch holds something that cannot be sent from a worker process, at ['meta'][1][1]: {kind}: {text}.\n"
+    )
+    with pytest.raises(UnsendableBatch, match=f"from a worker process: {kind}"):
+        encode(value)
+
+
+def test_what_is_nested_too_deeply_is_told() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(UnsendableBatch, match="nested too deeply"):
+        encode(deep)
+
+
+@pytest.mark.parametrize("name", ["tensor", "int", "dict"])
+def test_a_function_that_a_program_put_into_torchs_collation_is_used(name: str, monkeypatch: Any) -> None:
+    kinds: dict[str, Any] = {"tensor": torch.Tensor, "int": int, "dict": dict}
+
+    def as_tuple(samples: Any, *, collate_fn_map: Any = None) -> Any:
+        return ("own", *samples)
+
+    monkeypatch.setitem(torch_collate.default_collate_fn_map, kinds[name], as_tuple)
+    samples = [{"a": torch.ones(1), "b": 1}, {"a": torch.zeros(1), "b": 2}]
+    assert same(through_a_slot(samples), default_collate(samples))
+    assert RowLayout.of({"a": torch.ones(1)}) is None
+    assert stack_rows([{"a": torch.ones(1)}]) is None
+
+
+@pytest.mark.parametrize("name", ["empty", "stacked"])
+def test_a_default_device_does_not_move_what_arrives(name: str) -> None:
+    with torch.device("meta"):
+        found = sent([torch.zeros(0, 3, device="cpu")])[0] if name == "empty" else None
+        found = stack_rows([{"a": np.ones(2)}])["a"] if found is None else found
+    assert found.device.type == "cpu"
 
 
 # Collation
@@ -358,6 +397,9 @@ def assert_collated_as_torch_does(samples: list[Any], *, to_the_letter: bool = T
         assert same(ours[1], theirs[1]), (ours[1], theirs[1])
     elif to_the_letter:
         assert ours[1] == theirs[1]
+    here = outcome(lambda samples: stacked(collate(samples)), samples)
+    assert here[0] == theirs[0] or theirs[0] != "value"
+    assert theirs[0] != "value" or same(here[1], theirs[1]), (here[1], theirs[1])
 
 
 COLLATED: dict[str, list[Any]] = {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +22,7 @@ from unbroken.engine.channel import Channel
 from unbroken.engine.cursor import Rules
 from unbroken.engine.host import MapTask, Plan, TurnTask
 from unbroken.engine.ring import create_memory, map_memory
+from unbroken.engine.signals import handled
 from unbroken.engine.wire import decode
 from unbroken.engine.worker import Failure, main
 from unbroken.errors import InexactDataset, UnsealableState, UnsendableBatch
@@ -132,10 +136,83 @@ def test_what_would_end_the_training_loop_in_silence_is_a_runtime_error(error: B
     assert f"Caught {type(error).__name__} in worker 1" in str(arrived)
 
 
-@pytest.mark.parametrize("error", [UnsendableBatch("a batch"), InexactDataset("not exact"), UnsealableState("a state")])
+@pytest.mark.parametrize("error", [InexactDataset("not exact"), UnsealableState("a state")])
 def test_errors_of_the_library_arrive_in_their_own_words(error: Exception) -> None:
     arrived = travelled(error)
     assert (type(arrived), str(arrived)) == (type(error), str(error))
+
+
+def test_a_batch_that_cannot_be_sent_is_told_with_the_place_that_it_came_up_at() -> None:
+    """Case 34."""
+    arrived = travelled(UnsendableBatch("A batch holds a lock."))
+    assert type(arrived) is UnsendableBatch
+    assert str(arrived) == "A batch holds a lock.\nIt came up in worker 1 (lane 3, sample 7)."
+
+
+class Named(Exception):
+    """Takes its text by name, as torch knows it of some."""
+
+    message = "none"
+
+    def __init__(self, *, message: str) -> None:
+        super().__init__(message)
+
+
+class Mute(Exception):
+    """Fails when it is asked for its text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text today")
+
+
+class Swapped(Exception):
+    """Is no exception when it is made."""
+
+    def __new__(cls, *arguments: Any) -> Any:
+        return super().__new__(cls) if not arguments else "text"
+
+
+def test_an_error_that_takes_its_text_by_name_keeps_its_type() -> None:
+    arrived = travelled(Named(message="the disk is full"))
+    assert type(arrived) is Named
+    assert "the disk is full" in str(arrived)
+
+
+@pytest.mark.parametrize("error", [Silent("unused"), Mute("unused")], ids=lambda error: type(error).__name__)
+def test_an_error_that_does_not_show_the_text_has_it_in_its_cause(error: Exception) -> None:
+    """Case 35: or the worker's traceback would be lost."""
+    arrived = travelled(error)
+    assert type(arrived) is type(error)
+    assert type(arrived.__cause__) is RuntimeError
+    assert "in travelled\n    raise error" in str(arrived.__cause__)
+
+
+def test_what_is_made_again_and_is_no_exception_is_not_raised() -> None:
+    arrived = travelled(Swapped())
+    assert type(arrived) is RuntimeError
+    assert "Caught Swapped in worker 1" in str(arrived)
+
+
+def test_an_error_that_was_raised_again_keeps_nothing_alive() -> None:
+    """Its traceback would hold the loader's iterator, and with it the workers, until the garbage is collected."""
+
+    class Held:
+        pass
+
+    def throw(_: Held) -> None:
+        Failure.of(ValueError("bad row"), "in worker 1").throw()
+
+    gc.collect()
+    gc.disable()
+    try:
+        held = Held()
+        watch = weakref.ref(held)
+        with contextlib.suppress(ValueError):
+            throw(held)
+        del held
+        assert watch() is None
+    finally:
+        gc.enable()
 
 
 def test_a_cause_is_part_of_the_text() -> None:
@@ -153,7 +230,12 @@ def worker_over(dataset: Any, kind: str = "map", **fields: Any) -> Iterator[tupl
     plan = Plan(dataset=dataset, kind=kind, rules=Rules(run=3), **(defaults | fields))
     ours, theirs = Channel.pair()
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=main, args=(theirs, plan, 0, os.getpid(), [ours], True), daemon=True)
+
+    def run(parent: int) -> None:
+        ours.close()
+        main(theirs, plan, 0, parent, True, handled(), None)
+
+    process = context.Process(target=run, args=(os.getpid(),), daemon=True)
     process.start()
     theirs.close()
     try:

@@ -11,6 +11,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -19,10 +20,12 @@ import torch.distributed as dist
 from unbroken.engine.empty import emptied
 from unbroken.engine.feeds import Feed, Prepared
 from unbroken.errors import InexactDataset, PeerFailed
+from unbroken.options import Options
 from unbroken.position import LanesPosition, Position
+from unbroken.sampling import MapOrder
 from unbroken.seeding import key
 
-__all__ = ["Ballot", "Group", "Together", "TorchGroup"]
+__all__ = ["Ballot", "Group", "Together", "TorchGroup", "new_ballot"]
 
 _MOST_HELD = 8
 _MORE = 4
@@ -107,10 +110,10 @@ class TorchGroup(Group):
 class Ballot:
     """What the ranks have agreed on in one pass. It outlives a feed that an interrupt ended.
 
-    ``granted`` batches are still to be delivered without a vote, and ``delivered`` were; ``epoch`` is that of the pass
-    (None before the first vote), ``apart`` whether some lanes stand in a later one. ``template`` is a batch without
-    rows, where they are needed. Whether a pass is ``resumed``, from a position that was loaded, has to be the same on
-    all ranks.
+    It began at step ``first`` of the position, and no vote is needed before step ``until``. ``epoch`` is that of the
+    pass (None before the first vote), ``apart`` whether some lanes stand in a later one. ``template`` is a batch
+    without rows, where they are needed. Whether a pass is ``resumed``, from a position that was loaded, has to be the
+    same on all ranks.
     """
 
     def __init__(self, group: Group, *, pads: bool, resumed: bool = False, template: Any = None) -> None:
@@ -118,7 +121,8 @@ class Ballot:
         self.pads = pads
         self.resumed = resumed
         self.template = template
-        self.granted = self.delivered = 0
+        self.first: int | None = None
+        self.until = 0
         self.epoch: int | None = None
         self.apart = False
         self._announced: Callable[[], list[int]] | None = None
@@ -126,6 +130,15 @@ class Ballot:
     def anew(self, *, resumed: bool) -> Ballot:
         """For another pass."""
         return Ballot(self.group, pads=self.pads, resumed=resumed, template=self.template)
+
+    def begin(self, step: int) -> None:
+        """The pass stands at this step, for the first time or again."""
+        if self.first is None:
+            self.first = self.until = step
+
+    def grant(self, until: int) -> None:
+        """What all voted on is done. At once, so that no interrupt parts it: the others have the answer only once."""
+        self.until, self._announced = until, None
 
     def waits(self, position: Position) -> bool:
         """Whether this rank stands in a later epoch than the pass is of."""
@@ -138,23 +151,26 @@ class Ballot:
         Raises ``PeerFailed`` where ranks stand at different places.
         """
         at_end = "pad" if self.pads else "stop"
-        mark = key(at_end, int(self.resumed), self.delivered) >> 2  # 62 bits, so that it can be negated
+        delivered = position.step - (self.first or 0)
+        mark = key(at_end, int(self.resumed), delivered) >> 2  # 62 bits, so that it can be negated
         latest = max(lane.epoch for lane in position.lanes.values())
         words = [able, -held, -int(lacks), position.epoch, -latest, mark, -mark]
-        if self._announced is None:  # else an interrupt came before the answer, and the others have it
+        if self._announced is None:  # else an interrupt came before it was heeded, and the others heed it
             self._announced = self.group.announce(words)
         found = self._announced()
-        self._announced = None
+        if found[5] != -found[6] or found[0] < 0:
+            self._announced = None
         if found[5] != -found[6]:
             raise PeerFailed(
                 f"The ranks of the group are not at the same step. This is rank {self.group.rank()} of "
-                f'{self.group.size()}: {self.delivered} batches delivered in this pass, at_end="{at_end}", '
+                f'{self.group.size()}: {delivered} batches delivered in this pass, at_end="{at_end}", '
                 f"{'resumed' if self.resumed else 'not resumed'}; another rank differs.\n"
                 "Load the same position on all ranks, leave the loop on all of them after the same step, and make "
                 "their loaders with the same arguments."
             )
         if found[0] >= 0 and self.epoch is None:
-            self.epoch, self.apart = found[3], found[3] < -found[4]
+            apart = found[3] < -found[4]
+            self.epoch, self.apart, self._announced = found[3], apart, None if apart else self._announced
         return found[0], -found[1], found[2] < 0
 
     def share_template(self) -> None:
@@ -175,6 +191,14 @@ class Ballot:
             self.template = pickle.loads(found)
 
 
+def new_ballot(options: Options, order: MapOrder | None) -> Ballot | None:
+    """For the vote of ranks of lanes. Of a map-style dataset each rank knows what the others have."""
+    if order is not None or options.ends not in ("stop", "pad"):
+        return None
+    group = options.group
+    return Ballot(group if isinstance(group, Group) else TorchGroup(group), pads=options.ends == "pad")
+
+
 @final
 class Together(Feed):
     """A feed that delivers as many batches as the feeds of all ranks; or that pads: as the one that has most.
@@ -186,6 +210,7 @@ class Together(Feed):
         self._feed = feed
         self._ballot = ballot
         self._position = position
+        ballot.begin(position.step)
         self._held: deque[Prepared] = deque()
         self._goal = 1
         self._ended = False
@@ -193,7 +218,7 @@ class Together(Feed):
 
     def make(self) -> Prepared:
         ballot = self._ballot
-        if not ballot.granted:
+        if self._position.step >= ballot.until:
             self._agree()
         if not ballot.waits(self._position):
             if not self._held and not self._ended:  # an interrupt lost what was made
@@ -215,12 +240,28 @@ class Together(Feed):
             self._position.step += 1
         else:
             self._feed.commit(record)
-        self._ballot.granted -= 1
-        self._ballot.delivered += 1
 
     def end(self) -> None:
         if not self._held and not self._ballot.waits(self._position):
             self._feed.end()
+
+    def knows(self, error: Exception) -> bool:
+        return self._feed.knows(error)
+
+    @property
+    def keeps(self) -> bool:
+        return self._feed.keeps
+
+    def again(self) -> None:
+        self._held.clear()
+        self._goal, self._ended, self._failure = 1, False, None
+        self._feed.again()
+
+    def settled(self) -> AbstractContextManager[None]:
+        return self._feed.settled()
+
+    def let_go(self) -> None:
+        self._feed.let_go()
 
     @property
     def apart(self) -> bool:
@@ -252,7 +293,7 @@ class Together(Feed):
             raise StopIteration
         if lacking:
             ballot.share_template()
-        ballot.granted = granted
+        ballot.grant(self._position.step + granted)
 
     def _vote(self) -> tuple[int, int, bool]:
         ballot = self._ballot

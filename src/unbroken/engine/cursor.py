@@ -11,12 +11,15 @@ from time import perf_counter
 from typing import Any, final
 
 from unbroken.anchor import Anchor
-from unbroken.engine.opening import Opening, set_worker_info
+from unbroken.engine.opening import UNTOUCHED, Opening, set_worker_info
+from unbroken.engine.pace import Pace
+from unbroken.engine.skipping import pass_over
 from unbroken.errors import InexactDataset, InvalidState
+from unbroken.lane_position import LanePosition
 from unbroken.ledger import digest
 from unbroken.made import Made, Turn
-from unbroken.position import LanePosition
 from unbroken.seeding import Globals, key, seed_globals, write_globals
+from unbroken.skipped import LeftOut, Skipping
 
 __all__ = ["Cursor", "Report", "Rules"]
 
@@ -24,9 +27,7 @@ Report = Callable[[str, int, int], None]
 """Called now and then while samples are made again: what, samples made, samples to make."""
 
 _END = object()
-_CAPTURE_SHARE = 0.02
 _NEIGHBOURS = 3
-_TURNS_TO_FIX = 4
 
 
 @final
@@ -36,7 +37,8 @@ class Rules:
 
     ``run`` is the run's key; ``capture_every`` is in turns of a lane, ``None`` adapts; ``word`` keeps the random
     numbers of samplers and datasets apart; ``pristine`` is the dataset's own state before it was ever opened;
-    ``endless``: a lane goes on with its own next epoch; ``lineage``: a stream tells the origins of its rows.
+    ``endless``: a lane goes on with its own next epoch; ``lineage``: a stream tells the origins of its rows;
+    ``skipping``: samples that fail are left out; ``once``: samples cannot be made again.
     """
 
     run: int
@@ -48,6 +50,8 @@ class Rules:
     pristine: str | None = None
     endless: bool = False
     lineage: bool = False
+    skipping: Skipping | None = None
+    once: bool = False
 
 
 @final
@@ -75,13 +79,17 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self._next = start.delivered
         self._opened_now = False
-        self._exhausted = start.ended
-        self._pace = _Pace(rules.capture_every if not opening.exact else 1, start.turns)
+        self._stop: BaseException | Made | None = StopIteration() if start.ended else None
+        self._pace = Pace(rules.capture_every if not opening.exact else 1, start.turns)
 
     @property
     def _believed(self) -> bool:
         """Whether a state is taken at its word: a stream's, which is exact by construction, or a trusted one."""
         return self._opening.exact or self._rules.resume == "trust"
+
+    @property
+    def _exhausted(self) -> bool:
+        return isinstance(self._stop, StopIteration)
 
     @property
     def place(self) -> int:
@@ -97,7 +105,7 @@ class Cursor:
             return Made(ended=True, carry=self._start.carry)
         aside = set_worker_info(self._info)
         try:
-            made = Made()
+            made = self._go_on()
             if self._iterator is None:
                 self._open(made)
             self._produce(made, size)
@@ -106,6 +114,18 @@ class Cursor:
             return made
         finally:
             set_worker_info(aside)
+
+    def _go_on(self) -> Made:
+        """The turn that was begun, or a new one; or raise what was put off. A generator is over after an error, so it
+        is opened again where it stands.
+        """
+        stop, self._stop = self._stop, None
+        if isinstance(stop, BaseException):
+            raise stop
+        if self._rules.once and getattr(self._iterator, "gi_frame", self) is None:
+            self._enter(None)
+            self._opened_now = False
+        return stop or Made()
 
     def row(self) -> tuple[Any, Turn] | Made:
         """The next row of a stream and what to count of it; where there is more to tell than that, a turn of one."""
@@ -125,17 +145,28 @@ class Cursor:
     def _produce(self, made: Made, size: int) -> None:
         began, rules = perf_counter(), self._rules
         plan = self._pace.plan(size) if self._opening.stateful else "none"
+        if rules.once and plan != "none":
+            plan = "each"  # a turn may end anywhere, and the state of a lane at its end may be that of a beginning
         seeded = not self._opening.exact  # a stream seeds for itself
         if seeded and not self._opened_now:
             seed_globals(self._batch_key(self._next))
-        for number in range(size):
+        for number in range(len(made.samples), size):
             if seeded and rules.seed_by == "sample" and not self._opened_now:
                 seed_globals(self._sample_key(self._next))
             around = plan == "each" or (plan == "last" and number >= size - 2)
             if around and not self._believed and not self._pace.has(self._next):
                 self._capture(made)
-            if not self._advance(made):
+            try:
+                if not self._advance(made):
+                    break
+            except Exception as error:
+                if not (rules.once and made.samples):
+                    raise
+                self._stop = error  # what was made is delivered, as a shorter turn
                 break
+            except BaseException:  # Ctrl-C, say, is not put off
+                self._stop = made if rules.once else None
+                raise
             if around:
                 self._capture(made)
         self._digest(made)
@@ -147,15 +178,20 @@ class Cursor:
     def _advance(self, made: Made) -> bool:
         """Make one sample; False at the end of the lane."""
         try:
-            sample = next(self._iterator)  # type: ignore[arg-type]
-        except StopIteration:
+            sample = next(self._iterator, _END)  # type: ignore[arg-type]
+        except Exception as error:
+            if self._rules.skipping is None:
+                raise
+            sample, out = pass_over(self._iterator, error, self._rules.skipping, self._leave_out, _END)  # type: ignore[arg-type]
+            made.left_out = [*made.left_out, *out]
+        if sample is _END:
             if self._opened_now and self._start.carry is not None and self._start.carry != self._rules.pristine:
                 # The state carried over from the last epoch stands at its end: begin as the dataset did at first.
                 self._start.carry = self._rules.pristine
                 self._enter(self._rules.pristine)
                 made.opened = (0, self._opening.capture())
                 return self._advance(made)
-            self._exhausted = True
+            self._stop = StopIteration()
             self._start.carry = self._opening.carry()
             return False
         self._opened_now = False
@@ -165,10 +201,20 @@ class Cursor:
         self._next += 1
         return True
 
+    def _leave_out(self, error: Exception) -> LeftOut:
+        """A sample failed. It has a number too, so that those after it have the same with and without it."""
+        epoch, number = self._start.epoch, self._next
+        self._next, self._opened_now = number + 1, False
+        if self._rules.seed_by == "sample":
+            self._seed(self._sample_key(self._next))
+        return LeftOut.of(epoch, number, f"lane {self._lane}, sample {number} of epoch {epoch}", error)
+
     def _digest(self, made: Made) -> None:
         """Digest the last sample; for some turns after a capture its neighbours too, which fix the anchor's place."""
         made.number = len(made.samples)
         tail = _NEIGHBOURS if self._pace.fixing else 1
+        if made.left_out:  # neighbours have nothing between them
+            tail = min(tail, max(1, self._next - 1 - made.left_out[-1].number))
         made.digests = [digest(sample) for sample in made.samples[-tail:]]
 
     def _capture(self, made: Made) -> None:
@@ -186,7 +232,7 @@ class Cursor:
         if self._opening_globals is not None:
             write_globals(self._opening_globals)
         else:
-            seed_globals(key(self._rules.run, "open", self._rules.word, self._start.epoch, self._lane))
+            self._seed(key(self._rules.run, "open", self._rules.word, self._start.epoch, self._lane))
         self._iterator = self._opening.enter(state)
         self._opened_now = True
 
@@ -225,6 +271,8 @@ class Cursor:
 
         if self._rules.resume == "replay":
             return leads_to(self._rules.pristine, 0)
+        if self._rules.once:
+            return leads_to(anchor.after, self._start.delivered)
         if anchor.at == 0 or self._believed:
             return leads_to(anchor.after, anchor.at)
         if not anchor.fixed:  # of a position that was saved with resume="trust"
@@ -245,19 +293,23 @@ class Cursor:
             return False
         self._enter(state)
         told = perf_counter()
-        expected = self._expected()
+        expected, left_out = self._expected(), start.left_out()
         for sample in range(first, start.delivered):
             if sample != first:
                 if start.starts_batch(sample):
-                    seed_globals(self._batch_key(sample))
+                    self._seed(self._batch_key(sample))
                 if rules.seed_by == "sample":
-                    seed_globals(self._sample_key(sample))
+                    self._seed(self._sample_key(sample))
             elif first and rules.resume == "trust":
-                seed_globals(self._batch_key(sample))
+                self._seed(self._batch_key(sample))
             try:
                 again = next(self._iterator)  # type: ignore[arg-type]
             except StopIteration:
                 return False
+            except Exception:
+                if sample not in left_out:
+                    raise
+                continue  # one that does not fail any more is left out all the same
             if sample in expected and digest(again) != expected[sample]:
                 return False
             if (now := perf_counter()) - told > 0.2:
@@ -267,13 +319,17 @@ class Cursor:
         self._opened_now = start.delivered == 0
         return True
 
+    def _seed(self, place: int) -> None:
+        if self._info is not UNTOUCHED:
+            seed_globals(place)
+
     def _expected(self) -> dict[int, int]:
         start = self._start
         if self._rules.resume == "trust" or start.anchor is None:
             return {}
         expected = {start.anchor.first_witness + i: d for i, d in enumerate(start.anchor.witnesses)}
         if start.last is not None:
-            expected[start.delivered - 1] = start.last
+            expected[start.last_place] = start.last
         return expected
 
     def _batch_key(self, first: int) -> int:
@@ -301,78 +357,3 @@ class Cursor:
             'resume="replay" ignores its state and makes everything again from the start of the epoch; resume="trust" '
             "takes the state at its word and checks nothing."
         )
-
-
-@final
-class _Pace:
-    """When to capture, and what of it can be an anchor. How often: as told, or so that it stays below 2 % of the time
-    of making samples.
-
-    ``fixing`` counts down the turns in which neighbouring samples are digested. A state that did not change over one
-    sample (a shard number, say) is looked for around each sample of a batch.
-    """
-
-    def __init__(self, every: int | None, turns: int) -> None:
-        self._every = every
-        self._turns = turns
-        self._cost = 0.0
-        self._spent = 0.0
-        self._produced = 0.0
-        self._planned = "none"
-        self._coarse = False
-        self._second = False
-        self._trail: list[tuple[int, str | None]] = []
-        self.fixing = 0
-
-    def plan(self, size: int) -> str:
-        """Capture around no sample of this turn (``none``), the ``last`` two, or ``each``; of single samples, two
-        turns.
-        """
-        self._turns += 1
-        if size == 1 and self._planned == "last" and not self._second:
-            self._second = True
-            return self._planned
-        self._second = False
-        if self._every is not None:
-            due = self._turns % self._every == 0
-        else:
-            due = self._produced * _CAPTURE_SHARE >= self._cost
-        self._planned = ("each" if self._coarse else "last") if due else "none"
-        return self._planned
-
-    def spent(self, seconds: float) -> None:
-        self._spent += seconds
-
-    def note(self, seconds: float, *, found: bool) -> None:
-        self._produced += seconds - self._spent
-        if self._planned != "none":
-            self._cost = self._spent
-            self._coarse = not found
-            self._produced = 0.0
-        self._spent = 0.0
-        self.fixing = _TURNS_TO_FIX if found else self.fixing - 1 if self.fixing else 0
-
-    def has(self, sample: int) -> bool:
-        """Whether the state before this sample was taken."""
-        return bool(self._trail) and self._trail[-1][0] == sample
-
-    def weigh(self, sample: int, state: str | None) -> tuple[int, str | None, str | None] | None:
-        """Note the state before ``sample``; what can be an anchor, judged by three states in a row.
-
-        A state that changed over the sample before it and over the one after it is of a dataset that steps with its
-        samples, and stands alone. One that changed over a single sample may mean a shard just entered, or rows read
-        ahead of their turn: which one is seen on a resume, and both states are kept for that.
-        """
-        trail = self._trail
-        if trail and trail[-1][0] != sample - 1:
-            trail.clear()
-        trail.append((sample, state))
-        del trail[:-3]
-        if len(trail) < 3:
-            return None
-        first, (at, middle) = trail[0][1], trail[1]
-        if first != middle != state:
-            return at, None, middle
-        if middle != state:
-            return sample, middle, state
-        return (at, first, middle) if first != middle else None

@@ -25,7 +25,7 @@ class SamplerTurns:
 
     def __init__(self, sampler: Any, position: MapPosition, rules: Rules, seeded: bool) -> None:
         # A turn of the sampler is no batch of the user's; and ranks have to agree about the position it gives.
-        rules = replace(rules, word="sampler", seed_by="batch", capture_every=1)
+        rules = replace(rules, word="sampler", seed_by="batch", capture_every=1, skipping=None)
         opening = TorchOpening(
             sampler, use_state=rules.resume != "replay", what=f"the state_dict() of {type(sampler).__qualname__}"
         )

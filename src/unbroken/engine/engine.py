@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from unbroken.position import LanePosition
+from unbroken.lane_position import LanePosition
 
-__all__ = ["Engine", "Reply"]
+__all__ = ["Engine", "OfAnotherProcess", "Positions", "Reply", "check_process"]
+
+Positions = Callable[[int], Mapping[int, LanePosition]]
+"""The positions of a host's lanes after all that was collected of it."""
 
 
 @final
@@ -21,11 +25,26 @@ class Reply:
     batch: Any
 
 
+@final
+class OfAnotherProcess(RuntimeError):
+    """An engine was used in a process that was forked from its own."""
+
+
+def check_process(owner: int) -> None:
+    """Raises ``OfAnotherProcess`` where this is not the process of the owner."""
+    if os.getpid() != owner:
+        raise OfAnotherProcess("This iterator belongs to the process that made it; a forked process makes its own.")
+
+
 class Engine(ABC):
     """Runs tasks on hosts, numbered from 0. ``lookahead`` is how many undelivered tasks a host may have."""
 
     hosts: int
     lookahead: int
+    failed: int = 0
+    """The id of the error that ``collect`` raised last because a task had failed. Others come from handlers of signals,
+    and the task may still be collected.
+    """
 
     @abstractmethod
     def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
@@ -51,11 +70,25 @@ class Engine(ABC):
         """Whether nothing more can be asked of it."""
         return False
 
+    def go_on_at(self, positions: Positions) -> None:  # noqa: B027 - where no host is ever replaced
+        """Of the feed that opened the lanes: where those of a host that is replaced go on. Kept weakly."""
+
     def flush(self) -> None:  # noqa: B027 - where none waits there is nothing to do
         """Send the tasks that wait."""
 
     def ready(self, ticket: int) -> bool:
         """Whether collecting a task would not wait for a worker."""
+        return True
+
+    def first_of(self, tickets: Sequence[int]) -> int:
+        """The first of some tasks that is done, the earliest of them where several are; waits until one is.
+
+        Raises ``WorkerDied`` or ``WorkerTimeout``.
+        """
+        return tickets[0]
+
+    def has_room(self) -> bool:
+        """Whether one more batch may be made ahead, by the memory that those which were not collected take."""
         return True
 
     def least_busy(self) -> int:

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, final
 
-from unbroken.engine.engine import Engine
+from unbroken.engine.engine import Engine, OfAnotherProcess
 from unbroken.engine.feeds import Feed, Prepared
 from unbroken.engine.pinning import pin, should_pin
+from unbroken.errors import UnbrokenError
+from unbroken.locks import new_lock
+from unbroken.trail import Trail
 
 __all__ = ["Epoch", "Run"]
 
 
 class Run(ABC):
     """What an epoch asks of the loader that it is a pass of."""
+
+    @property
+    @abstractmethod
+    def trail(self) -> Trail:
+        """Which deliveries have moved the position. Its lock is held while they do, so that other threads may ask."""
+
+    @abstractmethod
+    def take_back(self, epoch: Epoch) -> None:
+        """The position goes back to where it was after the last batch that has reached the user."""
 
     @abstractmethod
     def start(self, epoch: Epoch) -> tuple[Engine, Feed]:
@@ -28,9 +39,13 @@ class Run(ABC):
         """Whether the loader's position is that of this pass: no newer one has been begun."""
 
     @abstractmethod
+    def delivered(self, epoch: Epoch, batch: Any) -> None:
+        """A batch is handed out, and the position is the one after it."""
+
+    @abstractmethod
     def finish(self, epoch: Epoch, *, going_on: bool) -> None:
         """An epoch has come to its end: stand at the start of the next. ``going_on``: the same pass continues with
-        it.
+        it; else it is ``finished``.
         """
 
 
@@ -48,35 +63,69 @@ class Epoch(Iterator[Any]):
         self._run = run
         self._resumed = resumed
         self._keep_engine = keep_engine
-        self._pin = should_pin(pin_memory)
+        self._pin = should_pin(pin_memory, getattr(run, "pin_memory_device", ""))
         self._length = length
         self._delivered = 0
+        self._taker = 0  # the thread that was the last to ask for a batch
         self._feed: Feed | None = None
         self._prepared: Prepared | None = None
         self._engine: Engine | None = None
-        self._closer: weakref.finalize[Any, Any] | None = None
         self.finished = False
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._start()
 
     def _start(self) -> None:
-        engine, self._feed = self._run.start(self)
-        if engine is not self._engine:
-            self._engine = engine
-            if not self._keep_engine:
-                self._closer = weakref.finalize(self, engine.close)
-                self._closer.atexit = False  # the engine sees to that itself
+        self._engine, self._feed = self._run.start(self)
 
     def __iter__(self) -> Epoch:
         return self
 
     def __next__(self) -> Any:
-        with self._lock:  # threads may share an iterator: each batch goes to one of them
-            return self._next()
+        before: int | None = None
+        try:
+            with self._lock:  # threads may share an iterator: each batch goes to one of them
+                self._run.trail.hand_out()
+                self._taker, before = threading.get_ident(), self._delivered
+                return self._next()
+        except StopIteration:
+            raise
+        except BaseException as error:
+            if before is not None and self._taker == threading.get_ident() and self._is_foreign(error):
+                self._interrupted(before)
+            raise
+
+    def _is_foreign(self, error: BaseException) -> bool:
+        """Whether an error is Ctrl-C, or of another handler of signals, which may have come anywhere."""
+        if not isinstance(error, Exception) or self._run.trail.unsure:
+            return True
+        if isinstance(error, UnbrokenError | OfAnotherProcess) or self._feed is None or self._engine is None:
+            return False
+        return self._engine.closed or not self._feed.knows(error)
+
+    def _interrupted(self, before: int) -> None:
+        """Anything may be half done, and what was to be delivered did not reach the user: the next batch starts at the
+        position after the last that did, and it was number ``before`` of this pass.
+        """
+        feed, live = self._feed, self._run.is_live(self)
+        self._delivered = before
+        self.finished |= not live
+        if feed is not None and feed.keeps:
+            self._prepared = None
+            feed.again()
+            return
+        if self._keep_engine and not live:
+            return  # it is a newer iterator's
+        self.close()
+        self._run.take_back(self)
 
     def _next(self) -> Any:
         if self.finished:
             raise StopIteration
+        if self._keep_engine and not self._run.is_live(self):
+            raise RuntimeError(
+                "A newer iterator has taken over the persistent workers of this loader: only the newest one goes on.\n"
+                "Use persistent_workers=False to have several iterators at a time."
+            )
         if self._feed is None:
             self._start()
         while True:
@@ -88,15 +137,18 @@ class Epoch(Iterator[Any]):
                 if self._pin:
                     batch = pin(batch)
                 self._prepared = None
-                feed.commit(record)
+                with self._run.trail.lock:
+                    feed.commit(record)
+                    self._run.delivered(self, batch)
                 break
             except Exception as error:
                 if not isinstance(error, StopIteration):
                     raise
-                feed.end()
-                going_on = self._delivered == 0 and (self._resumed or feed.apart) and self._run.is_live(self)
-                self._resumed = False
-                self._run.finish(self, going_on=going_on)
+                with self._run.trail.lock:
+                    feed.end()
+                    going_on = self._delivered == 0 and (self._resumed or feed.apart) and self._run.is_live(self)
+                    self._run.finish(self, going_on=going_on)
+                    self._resumed = False
                 if not going_on:
                     self.finished = True
                     self._let_go()
@@ -104,10 +156,6 @@ class Epoch(Iterator[Any]):
                 if not self._keep_engine:
                     self._let_go()
                 self._start()
-            except BaseException:  # Ctrl-C, say: anything may be half done, so the next batch starts at the position
-                self.finished = not self._run.is_live(self)
-                self.close()
-                raise
         self._delivered += 1
         if self._length is not None and self._delivered > self._length[1]:
             self._warn_of_length()
@@ -129,9 +177,8 @@ class Epoch(Iterator[Any]):
 
     def _let_go(self) -> None:
         self._feed = self._prepared = None
-        if self._closer is not None:
-            self._closer()
-            self._closer = self._engine = None
+        if not self._keep_engine:
+            self.close()
 
     def close(self) -> None:
         """End the workers of this pass; the next batch would start new ones."""
@@ -142,9 +189,14 @@ class Epoch(Iterator[Any]):
 
     def _warn_of_length(self) -> None:
         dataset, length = self._length or (None, 0)
+        of_workers = (
+            "For multiprocessing data-loading, this could be caused by not properly configuring the IterableDataset "
+            "replica at each worker. Please see "
+            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+        )
         warnings.warn(
             f"Length of IterableDataset {dataset} was reported to be {length} (when accessing len(dataloader)), but "
-            f"{self._delivered} samples have been fetched. ",
+            f"{self._delivered} samples have been fetched. {of_workers if self._run.num_workers else ''}",  # type: ignore[attr-defined]
             stacklevel=4,
         )
 

@@ -10,21 +10,26 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
 
-from unbroken.engine.cursor import Rules
 from unbroken.engine.empty import emptied
 from unbroken.engine.engine import Engine, Reply
-from unbroken.engine.host import MapTask, TurnTask
-from unbroken.errors import LaneError, WorkerTimeout
-from unbroken.lanes import Turns
-from unbroken.made import Made, Turn
-from unbroken.position import LanesPosition, MapPosition
+from unbroken.engine.front import Front
+from unbroken.engine.host import MapTask
+from unbroken.engine.skipping import Watch
+from unbroken.engine.turns import Asked, Lanes
+from unbroken.errors import TooManySkipped, WorkerDied, WorkerTimeout
+from unbroken.lane_position import LanePosition
+from unbroken.made import Made
+from unbroken.position import MapPosition
 from unbroken.sampling import Step
+from unbroken.skipped import Fetched, Skipping
 
-__all__ = ["Feed", "LaneFeed", "Lanes", "MapFeed", "Prepared"]
+__all__ = ["Feed", "LaneFeed", "MapFeed", "Prepared"]
+
+_MOST_AHEAD = 16
 
 
 @final
@@ -62,178 +67,235 @@ class Feed(ABC):
         return True
 
     @property
+    def keeps(self) -> bool:
+        """Whether what was made ahead cannot be made again, and is kept whatever comes between."""
+        return False
+
+    def again(self) -> None:  # noqa: B027 - a feed that keeps nothing is made anew
+        """What was made and not delivered is made again: an interrupt came between."""
+
+    def settled(self) -> AbstractContextManager[None]:
+        """All that was asked for has come, and nothing is made meanwhile. Raises ``WorkerDied``, ``WorkerTimeout``."""
+        return nullcontext()
+
+    def let_go(self) -> None:  # noqa: B027 - what is not kept can be made again
+        """The engine is about to be closed."""
+
+    @property
     def apart(self) -> bool:
         """Whether some lanes stand in a later epoch, so that this one may be over before it begins."""
         return False
 
+    @abstractmethod
+    def knows(self, error: Exception) -> bool:
+        """Whether it has raised this, and goes on after it. Else a handler of signals has, and it may be torn."""
+
 
 @final
 class MapFeed(Feed):
-    """Batches of a map-style dataset: any free host makes the next one, they are delivered in order."""
+    """Batches of a map-style dataset: any free host makes the next one. They are delivered ``in_order``, or as they
+    become ready; how far they may be ahead of one that is slow has a bound then.
+    """
 
-    def __init__(self, engine: Engine, position: MapPosition, steps: Iterator[Step], cursor_size: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        position: MapPosition,
+        steps: Iterator[Step],
+        cursor_size: int,
+        *,
+        in_order: bool = True,
+        skipping: Skipping | None = None,
+    ) -> None:
         self._engine = engine
         self._position = position
-        self._steps = steps
-        self._cursor_size = cursor_size
-        self._queue: deque[tuple[int, Step]] = deque()
+        self._watch = Watch(position, skipping)
+        self._passed: list[tuple[int, Fetched]] = []
+        self._over: TooManySkipped | None = None
+        self._front = Front(position, steps, cursor_size)
+        self._in_order = in_order
+        self._queue: deque[tuple[int, int, Step]] = deque()  # ticket, number of the step, step
         self._broken: Exception | None = None
+        self._late: Exception | None = None
+        self._known = 0  # the id of what was raised last
         engine.open(position.epoch, position.epochs.get("dataset"), {})
 
     def make(self) -> Prepared:
+        self._known = 0
+        while (prepared := self._next()) is None:
+            pass  # nothing was left of a batch
+        return prepared
+
+    def _next(self) -> Prepared | None:
+        if self._over is not None:
+            raise self._over
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._known = id(late)
+            raise late
         self._fill(max(1, self._engine.hosts * self._engine.lookahead))
         if not self._queue:
             if self._broken is not None:
                 raise self._broken
             raise StopIteration
-        ticket, step = self._queue[0]
+        place = 0
+        if not self._in_order:
+            tickets = [ticket for ticket, _, _ in self._queue]
+            place = tickets.index(self._engine.first_of(tickets))
+        ticket, number, step = self._queue[place]
         try:
             reply = self._engine.collect(ticket)
-        except WorkerTimeout:
-            raise  # it may still come
-        except Exception:
-            self._queue.popleft()  # a batch that fails is passed over if the user goes on, as in torch
-            raise
-        self._queue.popleft()
-        self._fill(self._engine.hosts * self._engine.lookahead)
+        except Exception as error:
+            if id(error) == self._engine.failed:
+                del self._queue[place]  # a batch that fails is passed over if the user goes on, as in torch
+                self._front.fail(number)
+                self._known = id(error)
+            raise  # else it may still come, or be made by others
+        del self._queue[place]
+        try:
+            self._fill(self._engine.hosts * self._engine.lookahead)
+        except Exception as error:
+            if id(error) != self._known:
+                raise
+            self._late = error  # it is about another batch
         if step.empty:
-            return Prepared(emptied(reply.batch), (step, None))
-        return Prepared(reply.batch, (step, reply.made))
+            return Prepared(emptied(reply.batch), (number, None))
+        if type(reply.made) is Fetched or self._passed:
+            return self._without(number, reply)
+        return Prepared(reply.batch, (number, reply.made))
 
-    def commit(self, record: tuple[Step, int | None]) -> None:
-        step, digest = record
-        for _ in range(step.over):
-            self._position.next_epoch(None)
-        self._position.deliver(step.rows, digest)
-        if step.made is not None:
-            self._position.cursor.deliver(step.made, self._cursor_size)
+    def _without(self, number: int, reply: Reply) -> Prepared | None:
+        """A batch without the samples that were left out; None where it has no other."""
+        made = reply.made if type(reply.made) is Fetched else Fetched((), reply.made)
+        try:
+            self._watch.expect(made.left_out, nothing=made.nothing)
+        except TooManySkipped as error:
+            self._over = error
+            raise
+        if made.nothing:
+            self._passed.append((number, made))
+            return None
+        made, self._passed = made._replace(before=self._passed), []
+        return Prepared(emptied(reply.batch) if made.shape else reply.batch, (number, made))
+
+    def commit(self, record: tuple[int, int | Fetched | None]) -> None:
+        number, made = record
+        if isinstance(made, Fetched):
+            self._pass_over(made.before)
+            self._watch.deliver(made.left_out)
+            made = made.digest
+        self._front.deliver(number, made)
+
+    def _pass_over(self, passed: Sequence[tuple[int, Fetched]]) -> None:
+        for number, made in passed:
+            self._front.pass_over([number])
+            self._watch.deliver(made.left_out)
 
     def end(self) -> None:
-        """Rows are counted with the batches that they are in."""
+        """Rows are counted with the batches that they are in; those of which nothing was left after the last, now."""
+        self._pass_over(self._passed)
+        self._passed = []
+
+    def knows(self, error: Exception) -> bool:
+        return id(error) == self._known
 
     def ready(self) -> bool:
-        return not self._queue or self._engine.ready(self._queue[0][0])
+        tickets = [ticket for ticket, _, _ in self._queue]
+        return not tickets or any(map(self._engine.ready, tickets[:1] if self._in_order else tickets))
 
-    def _fill(self, number: int) -> None:
-        while self._broken is None and len(self._queue) < number:
+    def _fill(self, wanted: int) -> None:
+        while self._broken is None and len(self._queue) < wanted and (not self._queue or self._engine.has_room()):
+            if self._queue and not self._in_order and self._front.ahead >= _MOST_AHEAD * wanted:
+                return
             try:
-                step = next(self._steps, None)
+                found = self._front.next_step()
             except Exception as error:  # of the sampler: raised when the batches before it are through
                 self._broken = error
                 return
-            if step is None:
+            if found is None:
                 return
+            number, step = found
             epoch = self._position.epoch if step.epoch is None else step.epoch
             task = MapTask(epoch, step.place, step.stride, step.indices, step.length)
-            self._queue.append((self._engine.submit(self._engine.least_busy(), task), step))
+            try:
+                ticket = self._engine.submit(self._engine.least_busy(), task)
+            except WorkerDied as error:
+                self._broken = error
+                return
+            except Exception as error:
+                if id(error) == self._engine.failed:  # indices that cannot be sent
+                    self._front.fail(number)
+                    self._known = id(error)
+                raise
+            self._queue.append((ticket, number, step))
 
 
-@final
-class Lanes:
-    """The lanes of a rank in one epoch: whose turn it is, for what is made and for what is asked for ahead.
+_Turns = tuple[list[tuple[int, Made]], int, Made]
+"""A turn with its lane, after the ends of the lanes that had ended when it was made."""
 
-    By the ``rules`` a lane may go on with its own next epoch. ``needed``: lanes that all yield nothing are an error.
-    """
 
-    def __init__(self, engine: Engine, position: LanesPosition, rules: Rules, *, needed: bool = False) -> None:
-        self.engine = engine
-        self.position = position
-        self.endless = rules.endless
-        self._pristine: str | None = None
-        self._needed = needed
-        self.restart()
-        self._pristine = rules.pristine
-
-    def restart(self) -> None:
-        """Place every lane at its position; whatever was made ahead is forgotten."""
-        position = self.position
-        self.count_turns()
-        self.planned = self.turns.copy()
-        self.host_of = {number: place % self.engine.hosts for place, number in enumerate(position.lanes)}
-        starts = {number: replace(lane) for number, lane in position.lanes.items()}
-        for start in starts.values():  # of the very first epoch; the dataset is not as it was before it was opened
-            if start.anchor is None and start.carry is None:
-                start.carry = self._pristine
-        epoch = position.epoch if position.noted is None else position.noted
-        self.engine.open(epoch, position.epochs.get("dataset"), starts)
-
-    def count_turns(self) -> None:
-        """Whose turn it is, from what was delivered."""
-        self.turns = Turns(self.position.turns(endless=self.endless))
-
-    def end_turns(self, number: int) -> None:
-        """A lane has no more turns."""
-        self.turns.end(number)
-        self.planned.end(number)
-
-    def deliver(self, number: int, made: Made, size: int) -> None:
-        """A turn is delivered."""
-        self.position.lanes[number].deliver(made, size)
-
-    def deliver_row(self, number: int, turn: Turn) -> None:
-        """A row of a stream is delivered."""
-        self.position.lanes[number].deliver_row(turn)
-
-    def end(self, number: int, made: Made) -> None:
-        """All that a lane had is delivered."""
-        self.position.lanes[number].end(made)
-
-    def check_data(self) -> None:
-        """There are no more turns: was there ever one? Raises ``LaneError`` where there had to be."""
-        epoch, lanes = self.position.epoch, self.position.lanes.values()
-        # A lane in a later epoch had its rows of this one on another rank.
-        if self.endless or (self._needed and not any(lane.turns or lane.epoch > epoch for lane in lanes)):
-            more = "more " * any(lane.ledger[0] for lane in lanes)
-            raise LaneError(
-                f"This rank has no {more}data: of its lanes {list(self.position.lanes)} none has a row, or rows enough "
-                f"for a batch, in epoch {epoch}.\n"
-                "Cut the data into more pieces (more or smaller files), or use fewer ranks or lanes, so that every "
-                "rank has a lane with data in it."
-            )
+def _end(lanes: Mapping[int, LanePosition], ends: list[tuple[int, Made]]) -> None:
+    for number, made in ends:
+        if number in lanes:
+            lanes[number].end(made)
 
 
 @final
 class LaneFeed(Feed):
-    """Batches of a torch iterable dataset: a turn is a batch, collated within its lane.
+    """Batches of a torch iterable dataset: a turn is a batch, collated within its lane."""
 
-    A record is a turn with its lane, and the lanes that had ended when it was made.
-    """
-
-    def __init__(self, lanes: Lanes, size: int) -> None:
+    def __init__(self, lanes: Lanes, size: int, *, in_order: bool = True) -> None:
         self._lanes = lanes
         self._size = size
-        self._ahead: dict[int, deque[int]] = {}
-        self._undelivered = 0
+        self._in_order = in_order
+        self._asked = Asked(lanes, size, in_order=in_order)
         self._failed = False
-        self._made = False
+        self._begun = False
+        self._made: deque[_Turns] = deque()
         self._ends: list[tuple[int, Made]] = []
         self._first_digests: dict[tuple[int, ...], int] = {}
+        lanes.engine.go_on_at(self.positions)
+
+    def positions(self, host: int) -> dict[int, LanePosition]:
+        """The positions of a host's lanes after all that was collected."""
+        lanes = self._lanes.copies(host)
+        for ends, number, made in self._made:
+            _end(lanes, ends)
+            if number in lanes:
+                lanes[number].deliver(made, self._size)
+        _end(lanes, self._ends)
+        return lanes
 
     def make(self) -> Prepared:
         lanes = self._lanes
         if self._failed:
+            self._failed, self._ends = False, []
+            self._made.clear()
             lanes.restart()
-            self._ahead, self._undelivered, self._failed, self._ends = {}, 0, False, []
+            self._asked = Asked(lanes, self._size, in_order=self._in_order)
+            lanes.engine.go_on_at(self.positions)
         while lanes.turns:
-            number = lanes.turns.peek()
+            number = self._asked.next_lane()
             reply = self._collect(number)
             made = reply.made
             if made.ended:
                 lanes.end_turns(number)
+                self._asked.end(number)
                 self._ends.append((number, made))
-                self._undelivered -= len(self._ahead.pop(number, ()))
                 continue
-            lanes.turns.take()
-            self._fill()
-            self._made = True
-            ends, self._ends = self._ends, []
-            return Prepared(reply.batch, (ends, number, made))
-        if (self._ends and not self._made) or lanes.endless:
+            lanes.turns.take(number)
+            self._begun = True
+            self._made.append((self._ends, number, made))
+            self._ends = []
+            self._asked.fill()
+            return Prepared(reply.batch, self._made[-1])
+        if (self._ends and not self._begun) or lanes.endless:
             lanes.check_data()
         raise StopIteration
 
-    def commit(self, record: tuple[list[tuple[int, Made]], int, Made]) -> None:
+    def commit(self, record: _Turns) -> None:
         ends, number, made = record
+        self._made.popleft()
         for lane, end in ends:
             self._lanes.end(lane, end)
         self._lanes.deliver(number, made, self._size)
@@ -247,35 +309,22 @@ class LaneFeed(Feed):
         self._ends = []
 
     def ready(self) -> bool:
-        turns = self._lanes.turns
-        ahead = self._ahead.get(turns.peek()) if turns else None
-        return not ahead or self._lanes.engine.ready(ahead[0])
+        return self._asked.ready()
+
+    def knows(self, error: Exception) -> bool:
+        return self._failed
 
     def _collect(self, number: int) -> Reply:
-        self._fill()
-        if not self._ahead.get(number):
-            self._submit(number)
-        ticket = self._ahead[number].popleft()
-        self._undelivered -= 1
         try:
-            return self._lanes.engine.collect(ticket)
+            reply = self._asked.collect(number)
+            if reply.made.left_out:
+                self._lanes.watch.expect(reply.made.left_out)
+            return reply
         except WorkerTimeout:
-            self._ahead[number].appendleft(ticket)  # it may still come
-            self._undelivered += 1
             raise
         except BaseException:
             self._failed = True
             raise
-
-    def _fill(self) -> None:
-        engine = self._lanes.engine
-        while self._lanes.planned and self._undelivered < engine.hosts * engine.lookahead:
-            self._submit(self._lanes.planned.take())
-
-    def _submit(self, number: int) -> None:
-        ticket = self._lanes.engine.submit(self._lanes.host_of[number], TurnTask(number, self._size))
-        self._ahead.setdefault(number, deque()).append(ticket)
-        self._undelivered += 1
 
     def _warn_of_repeats(self, number: int, made: Made) -> None:
         other = self._first_digests.setdefault(tuple(made.digests), number)

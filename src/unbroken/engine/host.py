@@ -5,7 +5,7 @@ A worker process wraps a loop around it; inline loading calls it directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -13,12 +13,16 @@ from torch.utils.data import default_collate, default_convert
 
 from unbroken.engine.copies import copy_dataset
 from unbroken.engine.cursor import Cursor, Report, Rules
-from unbroken.engine.opening import Opening, StreamOpening, TorchOpening, lane_info, set_worker_info
+from unbroken.engine.datapipes import sharer
+from unbroken.engine.opening import UNTOUCHED, Opening, StreamOpening, TorchOpening, lane_info, set_worker_info
+from unbroken.engine.skipping import Sound
 from unbroken.engine.wire import Encoded, collate, encode
+from unbroken.lane_position import LanePosition
 from unbroken.lanes import Lane
+from unbroken.ledger import digest
 from unbroken.made import Made, Turn
-from unbroken.position import LanePosition
 from unbroken.seeding import key, seed_globals
+from unbroken.skipped import Fetched
 
 __all__ = ["Host", "MapTask", "Plan", "RowsTask", "TurnTask"]
 
@@ -29,7 +33,8 @@ class Plan:
     """All that a process needs to host lanes: the same for every worker of a loader.
 
     ``kind`` is ``"map"``, ``"iterable"`` or ``"stream"``; ``lanes`` is the number of lanes of the run; ``hosts`` that
-    of the processes (0: inline); ``batched`` whether samples are collated (torch's ``batch_size=None`` is not).
+    of the processes (0: inline); ``batched`` whether samples are collated (torch's ``batch_size=None`` is not);
+    ``in_threads`` whether hosts are threads of one process, and leave alone what belongs to it.
     """
 
     dataset: Any
@@ -40,6 +45,7 @@ class Plan:
     batched: bool
     collate_fn: Callable[[Any], Any] | None
     worker_init_fn: Callable[[int], None] | None
+    in_threads: bool = False
 
 
 @final
@@ -116,6 +122,7 @@ class Host:
         self._datasets: dict[int, Any] = {}
         self._info: Any = None
         self._initialised: set[int] = set()
+        self.notes: Any = None  # a worker's (see ``notes``): what it is on
         if plan.kind == "map" and plan.hosts:
             self._info = lane_info(number, plan.hosts, key(plan.rules.run, "worker", number), plan.dataset)
             self._initialise(number, self._info)
@@ -140,12 +147,14 @@ class Host:
     def _cursor(self, lane: int, start: LanePosition, dataset_epoch: int | None, alone: bool) -> Cursor:
         plan, dataset = self._plan, self._plan.dataset
         shared = not alone or (not plan.hosts and plan.lanes > 1 and plan.worker_init_fn is not None)
+        if plan.rules.once and not hasattr(dataset, "state_dict"):
+            shared = False  # what it reads from cannot be copied, and there is nothing else to it
         if plan.kind != "stream" and shared:
             if lane not in self._datasets:
                 self._datasets[lane] = copy_dataset(dataset)
             dataset = self._datasets[lane]
-        info = None
-        if plan.hosts or plan.lanes > 1:  # one lane inline sees none, as in torch
+        info: Any = UNTOUCHED if plan.in_threads else None
+        if not plan.in_threads and (plan.hosts or plan.lanes > 1):  # one lane inline sees none, as in torch
             info = lane_info(lane, plan.lanes, key(plan.rules.run, "worker", start.epoch, lane), dataset)
             self._initialise(lane, info)
         if plan.kind == "stream":
@@ -155,6 +164,7 @@ class Host:
             what = f"the state_dict() of {type(dataset).__qualname__}"
             opening = TorchOpening(dataset, use_state=plan.rules.resume != "replay", what=what)
             opening.set_epoch(dataset_epoch)
+            opening.set_share(sharer(dataset, lane, plan.lanes, key(plan.rules.run, "datapipe", start.epoch)))
         return Cursor(opening, lane, start, plan.rules, info=info, report=self._report)
 
     def _initialise(self, number: int, info: Any) -> None:
@@ -167,6 +177,10 @@ class Host:
         finally:
             set_worker_info(aside)
         self._initialised.add(number)
+
+    def place_of(self, lane: int) -> int:
+        """The number of the sample of a lane that comes next."""
+        return self._hosted[lane].cursor.place
 
     def where(self, task: Any) -> str:
         """The place that a failed task had come to, for a message."""
@@ -191,9 +205,9 @@ class Host:
         hosted = self._hosted[task.lane]
         if made.ended and hosted.yielded and self._plan.rules.endless:
             hosted.start.roll(carry := made.carry)
-            later = None if hosted.dataset_epoch is None else hosted.dataset_epoch + 1
+            later, out = None if hosted.dataset_epoch is None else hosted.dataset_epoch + 1, made.left_out
             made = self._host(task.lane, hosted.start, later, hosted.alone).make(task.size)
-            made.rolled, made.carry = True, carry
+            made.rolled, made.carry, made.left_out = True, carry, [*out, *made.left_out]
             hosted = self._hosted[task.lane]
         if not made.ended:
             hosted.yielded = True
@@ -203,6 +217,7 @@ class Host:
     def fetch(self, task: MapTask) -> Any:
         """The samples of a batch of a map-style dataset (the sample, unbatched), under its own random numbers."""
         rules, dataset = self._plan.rules, self._plan.dataset
+        indices = task.indices if self.notes is None or not self._plan.batched else self._noted(task.indices)
         aside = set_worker_info(self._info)
         try:
             seed_globals(key(rules.run, "map", task.epoch, task.place))
@@ -211,13 +226,40 @@ class Host:
             together = getattr(dataset, "__getitems__", None)
             if rules.seed_by == "sample":
                 samples = []
-                for number, index in enumerate(task.indices):
+                for number, index in enumerate(indices):
                     seed_globals(key(rules.run, "sample", *task.place_of(number)))
                     samples.append(together([index])[0] if together else dataset[index])
                 return samples
-            return together(task.indices) if together else [dataset[index] for index in task.indices]
+            return together(task.indices) if together else [dataset[index] for index in indices]
         finally:
             set_worker_info(aside)
+
+    def batch(self, task: MapTask) -> tuple[Any, Any]:
+        """The samples of a batch, and what there is to count of it: the digest of the last one. By the rules some may
+        be left out, and it is ``Fetched``.
+        """
+        plan, skipping = self._plan, self._plan.rules.skipping
+        if skipping is None:
+            samples = self.fetch(task)
+            return samples, digest(self.last_of(samples))
+        by_sample = plan.rules.seed_by == "sample"
+        sound = Sound(plan.dataset, skipping, plan.rules.run, batched=plan.batched, by_sample=by_sample)
+        aside = set_worker_info(self._info)
+        try:
+            indices = task.indices if self.notes is None or not plan.batched else self._noted(task.indices)
+            samples, left_out = sound.fetch(task, indices)
+            if not left_out:
+                return samples, digest(self.last_of(samples))
+            if plan.batched and samples:
+                return samples, Fetched(left_out, digest(samples[-1]))
+            shape = sound.shape(left_out)
+            return shape, Fetched(left_out, shape=shape is not None)
+        finally:
+            set_worker_info(aside)
+
+    def _noted(self, indices: Any) -> Iterator[Any]:
+        for self.notes[1], index in enumerate(indices):
+            yield index
 
     def last_of(self, samples: Any) -> Any:
         """What stands for a batch of a map-style dataset in the ledger: its last sample."""

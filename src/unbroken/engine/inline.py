@@ -8,10 +8,10 @@ from typing import Any, final
 from unbroken.engine.engine import Engine, Reply
 from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.progress import Remaking
-from unbroken.ledger import digest
+from unbroken.lane_position import LanePosition
 from unbroken.made import Made
-from unbroken.position import LanePosition
 from unbroken.seeding import put_back_globals, take_globals
+from unbroken.skipped import Fetched
 
 __all__ = ["Inline"]
 
@@ -43,22 +43,29 @@ class Inline(Engine):
         return self._ticket
 
     def collect(self, ticket: int) -> Reply:
+        self.failed = 0
         aside = take_globals()
         try:
             reply = self._run(self._tasks[ticket])
             del self._tasks[ticket]  # kept where Ctrl-C came between, so that the batch can be asked for again
             return reply
         except StopIteration as error:
-            raise RuntimeError("The dataset or collate_fn raised StopIteration, which would end the epoch.") from error
+            stopped = RuntimeError("The dataset or collate_fn raised StopIteration, which would end the epoch.")
+            self.failed = id(stopped)
+            raise stopped from error
+        except Exception as error:
+            self.failed = id(error)
+            raise
         finally:
             put_back_globals(aside)
             self._remaking.end()
 
     def _run(self, task: Any) -> Reply:
         if isinstance(task, MapTask):
-            samples = self._host.fetch(task)
-            last = digest(self._host.last_of(samples))
-            return Reply(last, self._host.collate(samples))
+            samples, counted = self._host.batch(task)
+            if type(counted) is Fetched and counted.nothing:
+                return Reply(counted, None)
+            return Reply(counted, self._host.collate(samples))
         if isinstance(task, TurnTask):
             made = self._host.turn(task)
             if made.ended:

@@ -7,7 +7,7 @@ iterator or on both; the same without its state (``resume="replay"``, or where i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import orjson
@@ -18,7 +18,7 @@ from unbroken.errors import UnsealableState
 from unbroken.lanes import Lane, LaneStream
 from unbroken.state import seal, unseal
 
-__all__ = ["Opening", "StreamOpening", "TorchOpening", "lane_info", "set_worker_info"]
+__all__ = ["UNTOUCHED", "Opening", "StreamOpening", "TorchOpening", "lane_info", "set_worker_info"]
 
 
 class _LaneInfo(torch_worker.WorkerInfo):
@@ -40,8 +40,23 @@ def lane_info(number: int, count: int, seed: int, dataset: Dataset[Any]) -> Any:
     return _LaneInfo(id=number, num_workers=count, seed=seed & (1 << 63) - 1, dataset=dataset)
 
 
+@final
+class _Untouched:
+    """The type of ``UNTOUCHED``."""
+
+    looked_at = True
+
+
+UNTOUCHED = _Untouched()
+"""In place of a worker info where lanes run in threads: what belongs to the process is left as it is. That is what
+``get_worker_info()`` answers, and the global generators.
+"""
+
+
 def set_worker_info(info: Any) -> Any:
     """Make ``get_worker_info()`` answer this; returns what it answered. torch has no public way (this is the place)."""
+    if info is UNTOUCHED:
+        return info
     before = torch_worker._worker_info
     torch_worker._worker_info = info
     return before
@@ -91,6 +106,7 @@ class TorchOpening(Opening):
         self._use_state = use_state
         self._iterator: Iterator[Any] | None = None
         self._epoch: int | None = None
+        self._share: Callable[[], None] | None = None
         self._what = what
         self.name = type(dataset).__qualname__
 
@@ -102,6 +118,10 @@ class TorchOpening(Opening):
         """The ``epoch`` that the user's dataset had when the loader's epoch began; put into this copy at opening."""
         self._epoch = epoch
 
+    def set_share(self, share: Callable[[], None] | None) -> None:
+        """What makes of the dataset the part of a lane, at every opening."""
+        self._share = share
+
     def enter(self, state: str | None) -> Iterator[Any]:
         saved = unseal(state) if state is not None else {}
         late = hasattr(self._dataset, "__next__")  # it may be its own iterator: loaded once it is opened
@@ -109,6 +129,8 @@ class TorchOpening(Opening):
             self._dataset.load_state_dict(saved["dataset"])
         if self._epoch is not None and getattr(self._dataset, "epoch", None) != self._epoch:
             self._dataset.set_epoch(self._epoch)
+        if self._share is not None:
+            self._share()
         self._iterator = iter(self._dataset)
         of_iterator = saved.get("iterator", saved.get("dataset") if late else None)
         if of_iterator is not None and _stateful(self._iterator):

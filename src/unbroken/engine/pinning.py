@@ -14,8 +14,16 @@ from unbroken.lineage import Lineage
 __all__ = ["pin", "should_pin"]
 
 
-def should_pin(asked: bool) -> bool:
-    """Whether there is an accelerator to pin for; warns, as torch does, where it was asked for and there is none."""
+def should_pin(asked: bool, device: str = "") -> bool:
+    """Whether there is an accelerator to pin for; warns, as torch does, where it was asked for and there is none, and
+    where a ``device`` was named, which has no effect.
+    """
+    if asked and device:
+        warnings.warn(
+            "pin_memory_device is deprecated, the current accelerator will be used as the device,ignore "
+            f"pin_memory_device='{device}'.",
+            stacklevel=4,
+        )
     if asked and not torch.accelerator.is_available():
         warnings.warn(
             "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be "
@@ -40,19 +48,26 @@ def pin(batch: Any) -> Any:
         return batch
     if isinstance(batch, Mapping):
         pinned = {name: pin(value) for name, value in batch.items()}
-        if not isinstance(batch, MutableMapping):
+        try:
+            if not isinstance(batch, MutableMapping):
+                return type(batch)(pinned)  # type: ignore[call-arg]
+            mapping = copy.copy(batch)
+            mapping.update(pinned)
+        except TypeError:  # one that cannot be copied, or made of a dict
             return pinned
-        mapping = copy.copy(batch)
-        mapping.update(pinned)
         return mapping
     if isinstance(batch, tuple):
         values = [pin(value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     if isinstance(batch, Sequence):
         values = [pin(value) for value in batch]
-        if not isinstance(batch, MutableSequence):
+        try:
+            if not isinstance(batch, MutableSequence):
+                return type(batch)(values)  # type: ignore[call-arg]
+            sequence = copy.copy(batch)
+            for place, value in enumerate(values):
+                sequence[place] = value
+        except TypeError:  # one that cannot be copied, or made of a list: a range
             return values
-        sequence = copy.copy(batch)
-        sequence[:] = values
         return sequence
     return batch

@@ -1,4 +1,4 @@
-"""Lanes in worker processes: start, feed, collect, close.
+"""Lanes in worker processes: tasks out, answers in.
 
 One connection (a pair of sockets) per worker, and nothing that two processes could hold at once: no lock, no queue.
 """
@@ -7,30 +7,24 @@ from __future__ import annotations
 
 import math
 import os
-import selectors
-import signal
-import threading
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from multiprocessing.util import Finalize
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, final
 
-from unbroken.engine.channel import Channel
-from unbroken.engine.engine import Engine, Reply
-from unbroken.engine.host import Plan, RowsTask
+from unbroken.engine.crew import Crew, Patience, Work
+from unbroken.engine.engine import Engine, Positions, Reply
+from unbroken.engine.host import MapTask, Plan, RowsTask
+from unbroken.engine.process import WorkerProcess
 from unbroken.engine.progress import Remaking
 from unbroken.engine.ring import Bytes, Ring, Slot, map_memory
 from unbroken.engine.wire import decode
-from unbroken.engine.worker import Failure, main, open_pidfd
-from unbroken.errors import UnsendableBatch, WorkerDied, WorkerTimeout
+from unbroken.engine.worker import Failure
+from unbroken.errors import UnsendableBatch
 from unbroken.position import LanePosition
 
 __all__ = ["Pool", "SharedPlace"]
-
-_GRACE = 1.0
-_our_ends: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 @final
@@ -44,316 +38,284 @@ class SharedPlace:
 
 @final
 @dataclass(slots=True)
-class _Pending:
-    """A task that a worker has: ``kept`` is the place it writes to, held until the answer comes."""
-
-    task: Any
-    kept: Slot | SharedPlace | None
-
-
-@final
-@dataclass(eq=False)
-class _Worker:
-    number: int
-    process: Any
-    channel: Channel
-    watch: int | None = None
-    pending: dict[int, _Pending] = field(default_factory=dict)
-    dead: bool = False
-
-
-@final
-class Pool(Engine):
-    """Worker processes, each hosting some of the lanes.
-
-    ``context`` is a multiprocessing context; ``prefetch_factor`` as torch's; ``timeout`` in seconds, 0 for none.
+class _Asked:
+    """A task that a host was asked for: ``kept`` is the place it writes to, and ``answer`` what came of it, both held
+    until the feed collects it. ``stale``: of a feed that is over.
     """
 
-    def __init__(self, plan: Plan, context: Any, prefetch_factor: int, timeout: float) -> None:
+    host: int
+    task: Any
+    kept: Slot | SharedPlace | None
+    answer: tuple[str, Any, int, bytes, Any] | None = None
+    stale: bool = False
+
+
+@final
+@dataclass(slots=True)
+class _Course:
+    """What the lanes were opened for, and where those of a host go on: where the feed says, once there is one."""
+
+    epoch: int
+    dataset_epoch: int | None
+    starts: list[dict[int, LanePosition]]
+    feed: weakref.WeakMethod[Positions] | None = None
+
+    def positions(self, host: int) -> Mapping[int, LanePosition]:
+        of_feed = None if self.feed is None else self.feed()
+        return self.starts[host] if of_feed is None else of_feed(host)
+
+
+@final
+class Pool(Engine, Work):
+    """Worker processes, each hosting some of the lanes.
+
+    ``context`` is a multiprocessing context; ``prefetch_factor`` as torch's; ``most`` bytes may be made ahead.
+    """
+
+    def __init__(
+        self, plan: Plan, context: Any, prefetch_factor: int, patience: Patience, most: int | None = None
+    ) -> None:
         self.hosts = plan.hosts
         self.lookahead = prefetch_factor
-        self._timeout = timeout
+        self._timeout = patience.timeout
         self._ticket = 0
-        self._first_ticket = 0
-        self._replies: dict[int, tuple[str, Any, int, bytes, Any, Any]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._busy = [0] * plan.hosts  # tasks that were not answered
+        self._furthest = [0] * plan.hosts  # the last ticket that ever was
+        self._course = _Course(0, None, [{} for _ in range(plan.hosts)])
         self._remaking = Remaking()
-        self._ring = Ring(self._announce, self._retract)
-        self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
-        # Unlike weakref.finalize, it runs before multiprocessing waits for the children of a process that ends, in the
-        # main process and in those that multiprocessing started.
-        self._close = Finalize(self, _shut_down, args=(self._workers, self._selector), exitpriority=100)
+        self._ring = Ring(self._announce, self._retract, most)
+        weakref.finalize(self, self._ring.close).atexit = False
+        self._crew = Crew(lambda number: WorkerProcess(plan, context, number), patience, self)
         try:
-            for number in range(plan.hosts):
-                self._start(plan, context, number)
+            for _ in range(plan.hosts):
+                self._crew.add()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, plan: Plan, context: Any, number: int) -> None:
-        ours, theirs = Channel.pair()
-        by_fork = context.get_start_method() == "fork"
-        main_thread = threading.current_thread() is threading.main_thread()
-        _our_ends.add(ours)
-        inherited = list(_our_ends) if by_fork else []
-        process = context.Process(
-            target=main,
-            args=(theirs, plan, number, os.getpid(), inherited, by_fork and main_thread),
-            name=f"unbroken worker {number}",
-            daemon=True,
-        )
-        try:
-            process.start()
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        worker = _Worker(number, process, ours)
-        self._workers.append(worker)
-        watch = worker.watch = open_pidfd(process.pid)
-        if watch is None:  # a sentinel will do, but it stays silent while a grandchild holds its pipe open
-            watch = process.sentinel
-        self._selector.register(ours, selectors.EVENT_READ, (worker, False))
-        self._selector.register(watch, selectors.EVENT_READ, (worker, True))
-
     def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
         """Lanes are dealt out in the order given: the first to host 0, the next to host 1, and so on."""
-        for _, place, *_ in self._replies.values():
-            self._release(place)
-        self._replies.clear()
-        self._first_ticket = self._ticket + 1
+        self._crew.check_process()
+        for ticket, asked in list(self._asked.items()):
+            if asked.answer is not None:
+                self._release(self._asked.pop(ticket).kept)
+            asked.stale = True
         numbers = list(starts)
-        for worker in self._workers:
-            mine = {lane: starts[lane] for lane in numbers[worker.number :: self.hosts]}
-            self._send(worker, ("open", epoch, dataset_epoch, mine))
+        mine = [{lane: starts[lane] for lane in numbers[host :: self.hosts]} for host in range(self.hosts)]
+        self._course = _Course(epoch, dataset_epoch, mine)
+        for host in range(self.hosts):
+            self._crew.send(host, self._opening(host))
+
+    def go_on_at(self, positions: Positions) -> None:
+        self._course.feed = weakref.WeakMethod(positions)
 
     def submit(self, host: int, task: Any, lease: Any = None) -> int:
+        self._crew.check_process()
+        self.failed = 0
         self._ticket += 1
-        worker = self._workers[host]
-        if isinstance(task, RowsTask):
-            slot, kept = (lease.slot, lease) if lease is not None else (None, None)
-        else:
-            slot = kept = self._ring.acquire()
-        worker.pending[self._ticket] = _Pending(task, kept)
-        place = None if slot is None else (slot.arena, slot.offset, slot.size)
+        kept = lease if isinstance(task, RowsTask) else self._ring.acquire()
+        asked = self._asked[self._ticket] = _Asked(host, task, kept)
+        self._busy[host] += 1
+        ticket = self._ticket
         try:
-            message = "task", self._ticket, place, task
-            if isinstance(task, RowsTask):
-                worker.channel.hold(message)
-            else:
-                self._send(worker, message)
-        except WorkerDied:
+            self._crew.hold(host, _message(ticket, asked))
+        except Exception as error:  # indices that cannot be pickled
+            self.failed = id(error)
+            self._busy[host] -= 1
+            self._release(self._asked.pop(ticket).kept)
             raise
-        except Exception:  # indices that cannot be pickled
-            self._release(worker.pending.pop(self._ticket).kept)
-            raise
-        return self._ticket
+        if not isinstance(task, RowsTask):
+            self._crew.send(host)
+        return ticket
 
     def flush(self) -> None:
-        for worker in self._workers:
-            self._send(worker)
+        for host in range(self.hosts):
+            self._crew.send(host)
 
     def share(self, nbytes: int) -> SharedPlace | None:
         self._ring.want(nbytes)
         slot = self._ring.acquire()
         return None if slot is None else SharedPlace(slot, slot.lease(nbytes))
 
+    def has_room(self) -> bool:
+        return self._ring.has_room(_places(self._asked.values()))
+
     def least_busy(self) -> int:
         """The host with the fewest tasks that it has not answered."""
-        return min(self._workers, key=lambda worker: len(worker.pending)).number
+        return min(range(self.hosts), key=self._busy.__getitem__)
 
     def ready(self, ticket: int) -> bool:
         """Takes in what has come, without waiting. Raises ``WorkerDied``."""
-        while ticket not in self._replies and self._close.still_active():
-            if not self._selector.select(0):
+        while self._of_now(ticket).answer is None and not self.closed:
+            if self._crew.receive(0) is None:
                 return False
-            self._receive(math.inf)
         return True
 
     def collect(self, ticket: int) -> Reply:
-        if os.getpid() != self._ring.pid:
-            raise RuntimeError("This iterator belongs to the process that made it; a forked process makes its own.")
-        if ticket < self._first_ticket:
+        self._crew.check_process()
+        self.failed = 0
+        asked, timeout = self._of_now(ticket), self._timeout if self._timeout > 0 else math.inf
+        deadline = monotonic() + timeout
+        while asked.answer is None:
+            busy = self._crew.receive(None if timeout == math.inf else max(0.0, deadline - monotonic()))
+            if busy is None:
+                self._crew.lose_patience(asked.host)
+            if busy is not False:
+                deadline = monotonic() + timeout
+        kind, place, nbytes, data, made = asked.answer
+        if isinstance(place, Slot):
+            place = place.lease(nbytes)
+            asked.answer = kind, place, nbytes, data, made
+        try:
+            if kind == "failed":
+                made.throw()
+            reply = Reply(made, _decoded(data, place, asked.task) if data else None)
+        except Exception as error:
+            if kind == "failed" or isinstance(error, UnsendableBatch):
+                self.failed = id(error)
+                del self._asked[ticket]
+            raise
+        del self._asked[ticket]
+        return reply
+
+    def first_of(self, tickets: Sequence[int]) -> int:
+        timeout = self._timeout if self._timeout > 0 else math.inf
+        deadline = monotonic() + timeout
+        while (found := next((t for t in tickets if self._of_now(t).answer is not None), None)) is None:
+            busy = self._crew.receive(None if timeout == math.inf else max(0.0, deadline - monotonic()))
+            if busy is None:
+                self._crew.lose_patience(self._asked[tickets[0]].host)
+            if busy is not False:
+                deadline = monotonic() + timeout
+        return found
+
+    def _of_now(self, ticket: int) -> _Asked:
+        asked = self._asked.get(ticket)
+        if asked is None or asked.stale:
+            self._crew.check_open()
             raise RuntimeError(
                 "A newer iterator has taken over the persistent workers of this loader: only the newest one goes "
                 "on.\n"
                 "Use persistent_workers=False to have several iterators at a time."
             )
-        deadline = monotonic() + self._timeout if self._timeout > 0 else math.inf
-        while ticket not in self._replies:
-            if self._receive(deadline):
-                deadline = monotonic() + self._timeout if self._timeout > 0 else math.inf
-        kind, place, nbytes, data, made, task = self._replies.pop(ticket)
-        if kind == "failed":
-            made.throw()
-        if isinstance(place, Slot):
-            place = place.lease(nbytes)
-        try:
-            return Reply(made, decode(data, place) if data else None)
-        except Exception as error:
-            raise UnsendableBatch(
-                f"A batch came from a worker and cannot be made again here: {task}: {error!r}."
-            ) from error
+        return asked
 
-    # ---- messages
+    # ---- for the crew
 
-    def _receive(self, deadline: float) -> bool:
-        """Take in what has come; True where a worker told that it is making samples again."""
-        if not self._close.still_active():
-            raise WorkerDied(
-                "The worker processes of this iterator have been shut down; call iter() on the loader again."
-            )
-        wait = None if deadline == math.inf else max(0.0, deadline - monotonic())
-        events = self._selector.select(wait)
-        if not events and wait is not None:
-            raise WorkerTimeout(f"DataLoader timed out after {self._timeout} seconds")
-        progress = False
-        dead: list[_Worker] = []
-        for chosen, _ in events:
-            worker, died = chosen.data
-            if died:
-                dead.append(worker)
-            else:
-                progress |= self._read(worker)
-        for worker in dead:
-            self._bury(worker)
-        return progress
-
-    def _read(self, worker: _Worker) -> bool:
-        try:
-            messages = worker.channel.receive()
-        except (EOFError, ConnectionResetError):
-            self._selector.unregister(worker.channel)  # it has ended; the watch tells when and how
-            return False
-        told = False
-        for message in messages:
-            told |= self._take(worker, message)
-        return told
-
-    def _take(self, worker: _Worker, message: Any) -> bool:
+    def take(self, worker: WorkerProcess, message: Any) -> bool:
         if message[0] == "progress":
             self._remaking.report(*message[1])
             return True
         self._remaking.end()
-        if message[0] == "failed":
-            _, ticket, failure = message
-            waited = worker.pending.pop(ticket)
-            self._release(waited.kept)
-            if ticket >= self._first_ticket:
-                failure = failure or Failure(None, "the worker could not start")
-                self._replies[ticket] = ("failed", None, 0, b"", failure, waited.task)
-            return False
-        _, ticket, where, nbytes, data, made = message
-        waited = worker.pending.pop(ticket)
-        kept = waited.kept
+        kind, ticket, *rest = message
+        where, nbytes, data, made = rest if kind == "done" else (None, 0, b"", rest[0])
+        asked, host = self._asked[ticket], worker.number
         place: Any = None
+        self._busy[host] -= 1
+        if ticket > self._furthest[host]:
+            self._furthest[host] = ticket
+            self._crew.made_more(host)
         if where == "memory":
             fd = worker.channel.take_descriptor()
             try:
                 place = map_memory(fd, nbytes)
             finally:
                 os.close(fd)
-            if not isinstance(kept, SharedPlace):
-                self._ring.want(nbytes)
-        if where == "slot" and nbytes and ticket >= self._first_ticket:
-            place = kept
-        else:
-            self._release(kept)
-        if ticket < self._first_ticket:
-            return False
-        self._replies[ticket] = ("done", place, nbytes, data, made, waited.task)
+        if where is not None and not isinstance(asked.kept, SharedPlace):
+            self._ring.want(nbytes)
+        if where == "slot" and nbytes and not asked.stale:
+            place = asked.kept
+        elif isinstance(asked.kept, Slot):
+            self._release(asked.kept)
+            asked.kept = None
+        if asked.stale:
+            del self._asked[ticket]
+        elif kind == "failed":
+            made = made or Failure(None, "the worker could not start")
+        asked.answer = kind, place, nbytes, data, made
         return False
+
+    def unanswered(self, host: int) -> int:
+        return self._busy[host]
+
+    def reminders(self, host: int) -> Iterator[tuple[Any, int | None]]:
+        """Turns follow from one another: those that were answered and not collected are made again too, for the feed's
+        positions are without them.
+        """
+        for ticket, asked in list(self._asked.items()):
+            if asked.stale and asked.host == host:
+                self._release(self._asked.pop(ticket).kept)
+        again = {
+            ticket: asked
+            for ticket, asked in self._asked.items()
+            if asked.host == host and (asked.answer is None or not isinstance(asked.task, MapTask))
+        }
+        for asked in again.values():
+            asked.answer = None
+        self._busy[host] = len(again)
+        for arena, fd, size in self._ring.arenas():
+            yield ("arena", arena, size), fd
+        yield self._opening(host), None
+        for ticket, asked in again.items():
+            yield _message(ticket, asked), None
+
+    def plight(self, host: int) -> tuple[str, str]:
+        first = next((a.task for a in self._asked.values() if a.host == host and a.answer is None), None)
+        lanes = [lane for lane, _ in first.turns] if isinstance(first, RowsTask) else [getattr(first, "lane", None)]
+        at = [
+            f"lane {lane} at sample {position.delivered} of epoch {position.epoch}"
+            for lane, position in self._course.positions(host).items()
+            if lane in lanes
+        ]
+        return str(first), ", ".join(at[:4]) + (", ..." if len(at) > 4 else "")
+
+    def _opening(self, host: int) -> Any:
+        return "open", self._course.epoch, self._course.dataset_epoch, self._course.positions(host)
 
     def _release(self, kept: Any) -> None:
         if isinstance(kept, Slot):
             self._ring.give_back(kept)
 
-    def _send(self, worker: _Worker, message: Any = None, descriptor: int | None = None) -> None:
-        """Send a message, after those that wait; without one, only these."""
-        try:
-            if message is not None:
-                worker.channel.hold(message)
-            worker.channel.flush(descriptor, when_full=lambda: self._read(worker))
-        except OSError:
-            if not self._close.still_active():
-                raise WorkerDied("The worker processes of this iterator have been shut down.") from None
-            self._bury(worker)
-
     def _announce(self, arena: int, fd: int, size: int) -> None:
-        for worker in self._workers:
-            self._send(worker, ("arena", arena, size), fd)
+        self._crew.tell_all(("arena", arena, size), fd)
 
     def _retract(self, arena: int) -> None:
-        for worker in self._workers:
-            self._send(worker, ("forget", arena))
-
-    def _bury(self, worker: _Worker) -> None:
-        """A worker is dead: take what it still sent, then say how it ended, if anything was still asked of it."""
-        if not worker.dead:
-            worker.dead = True
-            self._selector.unregister(worker.process.sentinel if worker.watch is None else worker.watch)
-        try:
-            while worker.pending:
-                for message in worker.channel.receive(wait=False):
-                    self._take(worker, message)
-        except (EOFError, OSError):
-            pass
-        if not worker.pending:
-            return
-        worker.process.join(_GRACE)
-        text = _death_text(worker)
-        self.close()
-        raise WorkerDied(text)
+        self._crew.tell_all(("forget", arena))
 
     @property
     def closed(self) -> bool:
-        return not self._close.still_active()
+        return self._crew.closed
 
     def close(self) -> None:
         """End the workers: at once where they are idle, by force after a second."""
         self._remaking.end()
-        self._close()
+        self._crew.close()
+        self._ring.close()
 
 
-def _death_text(worker: _Worker) -> str:
-    code = worker.process.exitcode
-    how, cause = f"with exit code {code}", "the dataset, or a library under it, ended the process"
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        how = f"by signal {-code} ({name})"
-        causes = {
-            "SIGKILL": "usually the kernel or the container ran out of memory: fewer workers, smaller batches or a "
-            "smaller prefetch_factor need less",
-            "SIGBUS": "usually memory or a mapped file ran out, or a file was truncated while it was read",
-            "SIGSEGV": "a library crashed: num_workers=0 with faulthandler shows where",
-        }
-        cause = causes.get(name, "something sent it this signal")
-    first = next(iter(worker.pending.values())).task
-    return (
-        f"DataLoader worker {worker.number} (pid {worker.process.pid}) ended {how}, with {len(worker.pending)} tasks "
-        f"not done; the first was {first}.\n"
-        f"Likely cause: {cause}.\n"
-        "Nothing that was delivered is lost: state_dict() still gives the position after the last batch, and iter() "
-        "after load_state_dict() goes on there."
-    )
+def _places(asked: Iterable[_Asked]) -> Iterator[Slot | Bytes | None]:
+    """Where the tasks that were not collected have their data, or will have it; None where that is not known yet."""
+    for each in asked:
+        place = each.kept if each.kept is not None or each.answer is None else each.answer[1]
+        if place is not None or each.answer is None:
+            yield place.slot if isinstance(place, SharedPlace) else place
 
 
-def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
-    selector.close()
+def _decoded(data: bytes, place: Any, task: Any) -> Any:
     try:
-        for worker in workers:
-            worker.channel.shut_down()  # an idle worker ends at once
-        until = monotonic() + _GRACE
-        for worker in workers:
-            worker.process.join(max(0.0, until - monotonic()))
-    finally:  # also where Ctrl-C comes in between: workers do not heed the SIGTERM that would come at the exit
-        for worker in workers:
-            if worker.process.exitcode is None:
-                worker.process.kill()
-    for worker in workers:
-        worker.process.join(_GRACE)
-        if worker.watch is not None:
-            os.close(worker.watch)
-        if worker.process.exitcode is not None:
-            worker.process.close()
+        return decode(data, place)
+    except Exception as error:
+        try:
+            decode(data, place)
+        except Exception:
+            raise UnsendableBatch(
+                f"A batch came from a worker and cannot be made again here: {task}: {error!r}."
+            ) from error
+        raise  # a handler of signals did
+
+
+def _message(ticket: int, asked: _Asked) -> tuple[Any, ...]:
+    kept = asked.kept
+    slot = kept.slot if isinstance(kept, SharedPlace) else kept
+    return "task", ticket, None if slot is None else (slot.arena, slot.offset, slot.size), asked.task

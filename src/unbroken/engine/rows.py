@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch.utils.data import default_convert
 
-from unbroken.engine.feeds import Feed, Lanes, Prepared
+from unbroken.engine.feeds import Feed, Prepared
 from unbroken.engine.host import RowsTask
+from unbroken.engine.turns import Lanes
 from unbroken.engine.wire import RowLayout, collate, stack_rows, stacked
 from unbroken.errors import WorkerTimeout
 from unbroken.lineage import Lineage, with_lineage
 from unbroken.made import Made, Turn
+from unbroken.position import LanePosition
 from unbroken.seeding import isolated, key
 
 __all__ = ["Batching", "RowFeed"]
@@ -75,19 +77,38 @@ class RowFeed(Feed):
         self._rows: dict[int, deque[_Row]] = {}
         self._made: deque[_Taken] = deque()
         self._rest: _Taken = []
+        self._taken: _Taken = []
         self._failed = False
+        lanes.engine.go_on_at(self.positions)
+
+    def positions(self, host: int) -> dict[int, LanePosition]:
+        """The positions of a host's lanes after all that was collected."""
+        lanes = self._lanes.copies(host)
+        collected = [*self._made, self._taken]
+        collected += [[(number, row) for row in self._rows.get(number, ())] for number in lanes]
+        for number, row in (entry for taken in collected for entry in taken):
+            if number not in lanes:
+                continue
+            if type(row.made) is Turn:
+                lanes[number].deliver_row(row.made)
+            elif row.ended:
+                lanes[number].end(row.made)
+            else:
+                lanes[number].deliver(row.made, 1)
+        return lanes
 
     def make(self) -> Prepared:
         if self._failed:
-            self._lanes.restart()
             self._ahead = [deque() for _ in self._ahead]
             self._rows, self._rest, self._failed = {}, [], False
             self._made.clear()
-        taken: _Taken = []
+            self._lanes.restart()
+            self._lanes.engine.go_on_at(self.positions)
+        taken = self._taken = []
         try:
             rows = self._take(taken)
             if not rows or (self._batching.drop_last and len(rows) < self._batching.size):
-                self._rest = self._rest or taken
+                self._rest, self._taken = self._rest or taken, []
                 if self._lanes.endless or (taken and not self._made):
                     self._lanes.check_data()
                 raise StopIteration
@@ -100,12 +121,14 @@ class RowFeed(Feed):
         except WorkerTimeout:  # what is missing may still come
             for number, row in reversed(taken):
                 self._rows[number].appendleft(row)
+            self._taken = []
             self._count_turns()
             raise
         except BaseException:
             self._failed = True
             raise
         self._made.append(taken)
+        self._taken = []
         return Prepared(batch, taken)
 
     def _count_turns(self) -> None:
@@ -135,11 +158,12 @@ class RowFeed(Feed):
 
     def commit(self, record: _Taken) -> None:
         lanes = self._lanes
+        deliver_row = lanes.position.deliver_row
         ends = []
         for number, row in record:
             made = row.made
             if type(made) is Turn:
-                lanes.deliver_row(number, made)
+                deliver_row(number, made)
             elif row.ended:
                 ends.append((number, made))
             else:
@@ -157,6 +181,9 @@ class RowFeed(Feed):
                 self._lanes.end(number, row.made)
         self._rest = []
 
+    def knows(self, error: Exception) -> bool:
+        return self._failed
+
     def ready(self) -> bool:
         return all(not ahead or self._lanes.engine.ready(ahead[0].ticket) for ahead in self._ahead)
 
@@ -168,27 +195,38 @@ class RowFeed(Feed):
         host = self._lanes.host_of[number]
         while not rows:
             self._fill(max(1, self._lanes.engine.lookahead))
-            if not any(number == lane for ahead in self._ahead[host] for lane, _ in ahead.task.turns):
+            while not self._is_asked(number, host) and self._lanes.planned and not self._lanes.engine.has_room():
+                self._ask()  # it is needed now
+                self._lanes.engine.flush()
+            if not self._is_asked(number, host):
                 self._submit([(number, 0)], shared=None)
                 self._lanes.engine.flush()
             self._take_in(host)
         return rows.popleft()
 
+    def _is_asked(self, number: int, host: int) -> bool:
+        return any(number == lane for ahead in self._ahead[host] for lane, _ in ahead.task.turns)
+
     def _fill(self, batches: int) -> None:
         """Ask for rows where fewer than this many batches are under way: on several hosts for some more than that, so
-        that a message to a host, which costs more than what is in it, is for several batches.
+        that a message to a host, which costs more than what is in it, is for several batches. Where memory has a bound,
+        for one, and for more as long as there is room for them.
         """
-        planned, size, hosts = self._lanes.planned, self._batching.size, len(self._ahead)
+        planned, hosts, engine = self._lanes.planned, len(self._ahead), self._lanes.engine
         under_way = sum(map(len, self._ahead))
         wanted = batches * hosts * hosts if under_way < batches * hosts else 0
         if not planned or under_way >= wanted:
             return
-        while planned and sum(map(len, self._ahead)) < wanted:
-            shared = None
-            if self._layout is not None and self._batching.collate_fn is None and self._batching.batched:
-                shared = self._lanes.engine.share(self._layout[0].nbytes(size))
-            self._submit([(planned.take(), place) for place in range(size)], shared)
-        self._lanes.engine.flush()
+        while planned and sum(map(len, self._ahead)) < wanted and (not any(self._ahead) or engine.has_room()):
+            self._ask()
+        engine.flush()
+
+    def _ask(self) -> None:
+        """Ask for the rows of one more batch."""
+        size, shared = self._batching.size, None
+        if self._layout is not None and self._batching.collate_fn is None and self._batching.batched:
+            shared = self._lanes.engine.share(self._layout[0].nbytes(size))
+        self._submit([(self._lanes.planned.take(), place) for place in range(size)], shared)
 
     def _submit(self, turns: list[tuple[int, int]], shared: Any) -> None:
         for host in range(self._lanes.engine.hosts):

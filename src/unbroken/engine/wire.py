@@ -18,30 +18,27 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
+import torch.utils.data._utils.collate as torch_collate
 from torch.utils.data import default_collate
 
 from unbroken.engine.ring import Bytes
+from unbroken.errors import UnsendableBatch
 
 __all__ = ["Encoded", "Places", "RowLayout", "collate", "decode", "encode", "stack_rows", "stacked"]
 
 _ALIGN = 64
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _DTYPE_NUMBER = {d: n for n, d in enumerate(_DTYPES)}
-_FROM_NUMPY = {
-    np.dtype(n): getattr(torch, n)
-    for n in (
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "float16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-    )
+_IN_BOTH = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
+_FROM_NUMPY = {np.dtype(name): getattr(torch, name) for name in _IN_BOTH.split()}
+_TORCHS = {
+    torch.Tensor: torch_collate.collate_tensor_fn,
+    np.ndarray: torch_collate.collate_numpy_array_fn,
+    (np.bool_, np.number, np.object_): torch_collate.collate_numpy_scalar_fn,
+    float: torch_collate.collate_float_fn,
+    int: torch_collate.collate_int_fn,
+    str: torch_collate.collate_str_fn,
+    bytes: torch_collate.collate_str_fn,
 }
 _TO_NUMPY = {theirs: ours for ours, theirs in _FROM_NUMPY.items()}
 _lease = threading.local()
@@ -68,7 +65,40 @@ class Encoded:
 
 
 def encode(batch: Any) -> Encoded:
-    """Take a batch apart. Raises what pickling its objects raises."""
+    """Take a batch apart. Raises ``UnsendableBatch``, which names the part that cannot be pickled, or RuntimeError in
+    torch's words for a tensor that cannot leave its process."""
+    try:
+        return _encode(batch)
+    except RecursionError as error:
+        raise UnsendableBatch(f"A batch is nested too deeply to be sent from a worker process: {error}.") from error
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnsendableBatch(
+            f"A batch holds something that cannot be sent from a worker process{_place_of_fault(batch)}: "
+            f"{type(error).__name__}: {error}.\n"
+            "Return tensors, arrays and plain objects, or build such objects in the training loop from what can be "
+            "sent, or use num_workers=0."
+        ) from error
+
+
+def _place_of_fault(batch: Any) -> str:
+    """Which part of a batch cannot be sent, for a message: ``, at ['meta'][0]``, or nothing if it is the whole."""
+    path = ""
+    while len(path) < 200:
+        inner = batch.items() if type(batch) is dict else enumerate(batch) if isinstance(batch, list | tuple) else ()
+        for name, part in inner:
+            try:
+                _encode(part)
+            except Exception:
+                path, batch = f"{path}[{name!r}]", part
+                break
+        else:
+            break
+    return f", at {path}" if path else ""
+
+
+def _encode(batch: Any) -> Encoded:
     parts = _Parts()
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, 5)
@@ -166,7 +196,7 @@ def _tensor_at(
     offset: int, dtype: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, requires_grad: bool
 ) -> torch.Tensor:
     if offset < 0:
-        tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+        tensor = torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")  # whatever the default device is
     else:
         tensor = _tensor_view(_lease.memory, offset, _DTYPES[dtype], shape)
         if strides is not None:
@@ -197,6 +227,11 @@ class _Stack:
             np.stack(self.samples, out=view.numpy())
 
 
+def _is_torchs() -> bool:
+    """Whether torch's collation is as torch made it: a program may have put functions of its own into its map."""
+    return torch_collate.default_collate_fn_map == _TORCHS
+
+
 def collate(samples: list[Any]) -> Any:
     """As torch's ``default_collate``, with the stacking put off until ``Encoded.write``.
 
@@ -204,6 +239,10 @@ def collate(samples: list[Any]) -> Any:
     Samples that do not stack (shapes that differ, say) show when they are written: ``write`` raises, and the caller
     collates with torch, whose error or result is then the one that counts.
     """
+    return _collate(samples) if _is_torchs() else default_collate(samples)
+
+
+def _collate(samples: list[Any]) -> Any:
     first = samples[0]
     kind = type(first)
     if kind is torch.Tensor:
@@ -215,7 +254,7 @@ def collate(samples: list[Any]) -> Any:
         if dtype and first.nbytes and all(type(s) is np.ndarray and s.dtype == first.dtype for s in samples):
             return _Stack(list(samples), dtype)
     elif kind is dict:
-        return {name: collate([s[name] for s in samples]) for name in first}
+        return {name: _collate([s[name] for s in samples]) for name in first}
     elif kind in (list, tuple) or (issubclass(kind, tuple) and hasattr(first, "_fields")):
         same = all(len(sample) == len(first) for sample in samples)
         fields = [_collate_field(field) for field in zip(*samples, strict=True)] if same else None
@@ -233,11 +272,13 @@ def stacked(batch: Any) -> Any:
         return _tensor_view(memory, 0, batch.dtype, shape)
     if type(batch) is dict:
         return {name: stacked(value) for name, value in batch.items()}
-    return batch
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(stacked, batch))
+    return list(map(stacked, batch)) if type(batch) is list else batch
 
 
 def _collate_field(field: tuple[Any, ...]) -> Any:
-    return field if isinstance(field[0], str | bytes) else collate(list(field))
+    return field if isinstance(field[0], str | bytes) else _collate(list(field))
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -257,7 +298,10 @@ def stack_rows(rows: list[Any]) -> dict[str, torch.Tensor] | None:
     layout = RowLayout.of(rows[0])
     if layout is None:
         return None
-    fields = {name: torch.empty((len(rows), *shape), dtype=_DTYPES[dtype]) for name, dtype, shape, _ in layout.fields}
+    fields = {
+        name: torch.empty((len(rows), *shape), dtype=_DTYPES[dtype], device="cpu")
+        for name, dtype, shape, _ in layout.fields
+    }
     places = Places({name: _as_array(tensor) for name, tensor in fields.items()})
     return fields if all(places.put(place, row) for place, row in enumerate(rows)) else None
 
@@ -303,7 +347,7 @@ class RowLayout(NamedTuple):
     @staticmethod
     def of(row: Any) -> RowLayout | None:
         """The layout of rows like this one; ``None`` where a row is not a dict of plain arrays or tensors."""
-        if type(row) is not dict or not row:
+        if type(row) is not dict or not row or not _is_torchs():
             return None
         fields = []
         for name, value in row.items():

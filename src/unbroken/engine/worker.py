@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,12 +21,13 @@ import torch
 
 from unbroken.engine.channel import Channel
 from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
+from unbroken.engine.notes import take_notes
 from unbroken.engine.ring import Bytes, create_memory, map_memory
 from unbroken.engine.wire import Encoded, RowLayout, encode
 from unbroken.errors import UnbrokenError, UnsendableBatch
-from unbroken.ledger import digest
 from unbroken.made import Made, Turn
 from unbroken.position import LanePosition
+from unbroken.skipped import Fetched
 
 __all__ = ["Failure", "main", "open_pidfd"]
 
@@ -43,8 +43,12 @@ class Failure:
     @staticmethod
     def of(error: BaseException, where: str) -> Failure:
         name = type(error).__qualname__
-        ours = isinstance(error, UnbrokenError)
-        text = str(error) if ours else f"Caught {name} {where}.\nOriginal {''.join(traceback.format_exception(error))}"
+        if isinstance(error, UnsendableBatch):
+            text = f"{error}\nIt came up {where}."
+        elif isinstance(error, UnbrokenError):
+            text = str(error)
+        else:
+            text = f"Caught {name} {where}.\nOriginal {''.join(traceback.format_exception(error))}"
         if not isinstance(error, Exception) or isinstance(error, StopIteration):
             # Neither sys.exit() nor a stray StopIteration is to end the training loop in silence.
             return Failure(None, text)
@@ -54,15 +58,36 @@ class Failure:
             return Failure(None, text)
 
     def throw(self) -> None:
-        """Raise it: as its own type where that can be made from a text, else as a RuntimeError."""
-        error: BaseException = RuntimeError(self.text)
-        if self.kind is not None:
-            try:
-                kind = pickle.loads(self.kind)
+        """Raise it: as its own type where that can be made from a text, else as a RuntimeError. The text is in its
+        cause if it does not show it itself.
+        """
+        error = self._made_again() or RuntimeError(self.text)
+        try:
+            if _shows(error, self.text):
+                raise error
+            raise error from RuntimeError(self.text)
+        finally:
+            del error  # or it would keep itself, by its traceback, and all that this frame was called from
+
+    def _made_again(self) -> BaseException | None:
+        try:
+            kind = pickle.loads(self.kind) if self.kind is not None else None
+            if kind is None:
+                return None
+            if getattr(kind, "message", None):  # torch's way with these
+                error = kind(message=self.text)
+            else:
                 error = kind(_Text(self.text) if issubclass(kind, KeyError) else self.text)
-            except Exception:  # a constructor that takes other arguments
-                pass
-        raise error
+        except Exception:  # a constructor that takes other arguments
+            return None
+        return error if isinstance(error, BaseException) else None
+
+
+def _shows(error: BaseException, text: str) -> bool:
+    try:
+        return text in str(error)
+    except Exception:  # a __str__ that fails
+        return False
 
 
 class _Text(str):
@@ -72,34 +97,40 @@ class _Text(str):
         return str(self)
 
 
-def main(channel: Channel, plan: Plan, number: int, parent: int, inherited: list[Channel], by_fork: bool) -> None:
+class _Gone(BaseException):
+    """The consumer closed its end: nothing more to do. No error of a dataset is mistaken for it."""
+
+
+def main(
+    channel: Channel, plan: Plan, number: int, parent: int, ours: bool, handled: set[int], blocked: set[int] | None
+) -> None:
     """A worker process: tasks in, batches out, until the channel closes or the parent is gone.
 
-    ``inherited`` are the ends of channels that a fork brought along, and that are not this process's to hold.
+    ``ours``: it is the main thread of the parent that started this process. The consumer has handlers for the signals
+    ``handled``; ``blocked`` are those that are to be blocked here, where they are not as they should be.
     """
-    for other in inherited:
-        other.close()
-    _end_with(parent, by_fork)
-    for name in (signal.SIGINT, signal.SIGTERM):
+    _end_with(parent, ours)
+    for name in handled:
         # Signals to the group are the consumer's to handle. A handler, unlike SIG_IGN, is not inherited by exec.
         signal.signal(name, lambda *_: None)
+    if blocked is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     torch.set_num_threads(1)
     try:
         _Worker(channel, plan, number).run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the consumer closed its end: nothing more to do
+    except _Gone:
+        pass
     finally:
         channel.close()
 
 
-def _end_with(parent: int, by_fork: bool) -> None:
+def _end_with(parent: int, ours: bool) -> None:
     """See to it that this process ends when its parent does, however that ends."""
-    if by_fork and sys.platform == "linux":
-        # The signal is sent when the thread that forked ends, so the pool says by_fork only for its main thread.
+    if ours and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True, name="unbroken-parent").start()
-    if by_fork and os.getppid() != parent:
+    if ours and os.getppid() != parent:
         os._exit(1)
 
 
@@ -146,21 +177,37 @@ class _Worker:
         self._broken: Failure | None = None
         self._host: Host | None = None
         self._layout: tuple[bytes, RowLayout] | None = None
+        self._notes: Any = [0, 0, 0]  # see ``take_notes``
 
     def run(self) -> None:
         try:
             self._host = Host(self._plan, self._number, self._report)
-        except Exception as error:
+        except BaseException as error:
             self._broken = Failure.of(error, f"in DataLoader worker process {self._number}")
         while True:
-            for message in self._channel.receive():
+            for message in self._receive():
                 getattr(self, f"_on_{message[0]}")(*message[1:])
 
     def _report(self, what: str, done: int, total: int) -> None:
         self._send("progress", (what, done, total))
 
-    def _send(self, kind: str, *rest: Any) -> None:
-        self._channel.send((kind, *rest))
+    def _send(self, kind: str, *rest: Any, descriptor: int | None = None) -> None:
+        try:
+            self._channel.send((kind, *rest), descriptor)
+        except OSError:
+            raise _Gone from None
+
+    def _receive(self) -> list[Any]:
+        try:
+            return self._channel.receive()
+        except (EOFError, ConnectionResetError):
+            raise _Gone from None
+
+    def _on_notes(self) -> None:
+        self._notes = take_notes(self._channel.take_descriptor())
+        if self._host is not None:
+            self._host.notes = self._notes
+        self._send("listening")
 
     def _on_arena(self, arena: int, size: int) -> None:
         fd = self._channel.take_descriptor()
@@ -178,7 +225,7 @@ class _Worker:
         self._broken = None
         try:
             self._host.open(epoch, dataset_epoch, starts)
-        except Exception as error:
+        except BaseException as error:
             self._broken = Failure.of(error, f"in DataLoader worker process {self._number}")
 
     def _on_task(self, ticket: int, slot: tuple[int, int, int] | None, task: Any) -> None:
@@ -190,29 +237,34 @@ class _Worker:
                 self._rows(ticket, slot, task, self._host)
             else:
                 self._batch(ticket, slot, task, self._host)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+        except _Gone:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # sys.exit() and a cancelled task too: it is no reason to end the process
             where += f" ({self._host.where(task)})" if self._host is not None else ""
             self._send("failed", ticket, Failure.of(error, where))
+        self._notes[0] = 0
 
     def _batch(self, ticket: int, slot: tuple[int, int, int] | None, task: Any, host: Host) -> None:
         made: Any
         if isinstance(task, MapTask):
-            samples = host.fetch(task)
-            made = digest(host.last_of(samples))
+            self._notes[0], self._notes[1] = 1, -1  # the host counts the samples, if they are asked for one by one
+            samples, made = host.batch(task)
+            if type(made) is Fetched and made.nothing:
+                self._send("done", ticket, None, 0, b"", made)
+                return
         else:
+            self._notes[0], self._notes[1], self._notes[2] = task.lane + 2, host.place_of(task.lane), 1
             made = host.turn(task)
             if made.ended:
                 self._send("done", ticket, None, 0, b"", made)
                 return
             samples = made.samples if self._plan.batched else made.samples[0]
             made.samples = []
-        encoded = _sendable(host.encode, samples)
+        encoded = host.encode(samples)
         try:
             self._deliver(ticket, slot, encoded, made)
         except (RuntimeError, ValueError):  # samples that do not stack: torch decides what comes of them
-            self._deliver(ticket, slot, _sendable(lambda s: host.encode(s, put_off=False), samples), made)
+            self._deliver(ticket, slot, host.encode(samples, put_off=False), made)
 
     def _deliver(self, ticket: int, slot: tuple[int, int, int] | None, encoded: Encoded, made: Any) -> None:
         """Write a batch to its slot, or to memory of its own where there is no slot large enough yet."""
@@ -226,7 +278,7 @@ class _Worker:
         try:
             memory = map_memory(fd, encoded.nbytes)
             encoded.write(memory)
-            self._channel.send(("done", ticket, "memory", encoded.nbytes, encoded.data, made), fd)
+            self._send("done", ticket, "memory", encoded.nbytes, encoded.data, made, descriptor=fd)
         finally:
             os.close(fd)
 
@@ -239,9 +291,12 @@ class _Worker:
         if memory is not None and task.layout is not None:
             room = self._layout_of(task.layout).places(memory, task.rows)
         for lane, place in task.turns:
+            self._notes[0], self._notes[1] = lane + 2, host.place_of(lane)
             try:
                 found = host.row(lane)
-            except Exception as error:
+            except _Gone:
+                raise
+            except BaseException as error:
                 spot = host.where(TurnTask(lane, 1))
                 failure = Failure.of(error, f"in DataLoader worker process {self._number} ({spot})")
                 break
@@ -260,7 +315,7 @@ class _Worker:
                 loose.append(row)
                 rows.append((lane, None, made))
         layout = RowLayout.of(loose[0]) if loose else None
-        encoded = _sendable(encode, loose) if loose else Encoded(b"", [], 0)
+        encoded = encode(loose) if loose else Encoded(b"", [], 0)
         self._deliver_rows(ticket, encoded, (rows, layout, failure))
 
     def _layout_of(self, sealed: bytes) -> RowLayout:
@@ -274,17 +329,3 @@ class _Worker:
             self._send("done", ticket, "rows", 0, encoded.data, made)
         else:
             self._deliver(ticket, None, encoded, made)
-
-
-def _sendable(encoder: Callable[[Any], Encoded], batch: Any) -> Encoded:
-    try:
-        return encoder(batch)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if isinstance(error, pickle.PicklingError) or "pickle" in str(error):
-            raise UnsendableBatch(
-                f"A batch holds something that cannot be sent from a worker process: {error} (at {last.name}).\n"
-                "Return tensors, arrays and plain objects, or build such objects in collate_fn from what can be "
-                "sent, or use num_workers=0."
-            ) from error
-        raise

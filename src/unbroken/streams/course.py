@@ -17,10 +17,13 @@ Kind = TypeVar("Kind", bound="Record")
 def epoch_of_pass(epoch: int, number: int) -> int:
     """What a pass over a source, one of several within an epoch, is to that source: the epoch of a pass of its own.
 
-    It grows with the pass, and does not depend on how many passes there are. Of 62 bits, which six stages of passes
-    within one another do not fill: more would have orders again that others had.
+    It grows with the pass, and does not depend on how many passes there are. Where many stages of passes lie within one
+    another, and a number of 62 bits does not hold all of theirs, a hash of those outside stands for them.
     """
-    return ((epoch << 10) + number) & ((1 << 62) - 1)
+    outside = epoch << 10
+    if outside >> 62:
+        outside = key(0, "passes", epoch) & ((1 << 61) - 1024)
+    return outside + number
 
 
 @final

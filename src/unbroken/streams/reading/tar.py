@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import posixpath
 from collections.abc import Callable, Iterator, Mapping
@@ -250,7 +251,8 @@ _keys: dict[tuple[str, int], str] = {}
 def _remember(path: str, offset: int, key: str) -> None:
     _keys[path, offset] = key
     if len(_keys) > _MOST_KEYS:
-        _keys.pop(next(iter(_keys)), None)
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread has put one in or taken one out
+            _keys.pop(next(iter(_keys)), None)
 
 
 def _image(content: bytes) -> Any:

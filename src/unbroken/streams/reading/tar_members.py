@@ -7,6 +7,7 @@ The format: POSIX.1-2008 ``pax`` ("ustar Interchange Format" and "pax Interchang
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import re
 import tarfile
@@ -279,9 +280,9 @@ def first_group(file: SourceFile, offset: int, access: Access) -> int | None:
     process = os.getpid()
     if process not in _walked:
         _walked.clear()
-        _walked[process] = {}
-    known = _walked[process]
+    known = _walked.setdefault(process, {})
     name = file.path, file.size, file.version
     if name not in known and len(known) >= _MOST_WALKED:
-        known.pop(next(iter(known)), None)
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread has put one in or taken one out
+            known.pop(next(iter(known)), None)
     return known.setdefault(name, _Starts(file)).first_from(offset, access)
