@@ -78,7 +78,7 @@ class Case:
 
 
 def cases(number: int) -> Iterator[Case]:
-    """As many ends, all of them mixed; the rest is drawn, the same every time."""
+    """As many ends, of all kinds; the rest is drawn, the same every time."""
     generator = random.Random(7)
     ends = [(end, of is OF_PROGRAMS) for of in (OF_PROGRAMS, OF_LOOPS) for end in of for _ in range(of[end])]
     generator.shuffle(ends)
@@ -453,8 +453,8 @@ def be_child(loop: Loop, how: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("unbroken").addHandler(logging.NullHandler())  # replaced workers are no news here
-    folder = Path(sys.argv[2])  # not of our own making: the programs that we fork would remove it at their end
-    chosen = list(cases(int(sys.argv[1])))
+    first, last, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    chosen = list(cases(last))[first:]
     for case in [case for case in chosen if not case.program][:6]:  # what is opened once is open now
         end_loop(case, folder)
     gc.collect()
@@ -463,9 +463,8 @@ def main() -> None:
     others.update(marked() | children())
     print(json.dumps(left()), flush=True)
     for case in chosen:
-        began = time.monotonic()
         found = end_program(case, folder) if case.program else end_loop(case, folder)
-        print(json.dumps({**asdict(case), **found, "took": time.monotonic() - began, "left": left()}), flush=True)
+        print(json.dumps({**asdict(case), **found, "left": left()}), flush=True)
 
 
 if __name__ == "__main__":

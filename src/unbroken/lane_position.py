@@ -11,7 +11,7 @@ from unbroken.anchor import Anchor
 from unbroken.errors import InvalidState
 from unbroken.ledger import fold, fold_one
 from unbroken.made import Made, Turn
-from unbroken.state import fragment, resealed, whole
+from unbroken.state import fragment, list_of, resealed, whole
 
 __all__ = ["ROW", "LanePosition", "Mark"]
 
@@ -197,7 +197,7 @@ class LanePosition:
         try:
             anchor = None
             if (a := leaf["anchor"]) is not None:
-                before, after = resealed(a["before"]), resealed(a["after"])
+                before, after = _sealed(a["before"]), _sealed(a["after"])
                 anchor = Anchor(
                     whole(a["at"]), before, after, 0, whole(a["first_witness"]), [whole(d) for d in a["witnesses"]]
                 )
@@ -206,12 +206,27 @@ class LanePosition:
                 epoch=whole(leaf["epoch"]),
                 turns=whole(leaf["turns"]),
                 delivered=whole(leaf["delivered"]),
-                ended=bool(leaf["ended"]),
+                ended=_truth(leaf["ended"]),
                 ledger=(whole(leaf["ledger"][0]), whole(leaf["ledger"][1])),
                 last=None if leaf["last"] is None else whole(leaf["last"]),
-                carry=resealed(leaf["carry"]),
+                carry=_sealed(leaf["carry"]),
                 anchor=anchor,
-                sizes=[[whole(first), whole(size, 1), *map(whole, out)] for first, size, *out in leaf["sizes"]],
+                sizes=[
+                    [whole(first), whole(size, 1), *map(whole, out)] for first, size, *out in list_of(leaf["sizes"])
+                ],
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
+
+
+def _sealed(value: Any) -> str | None:
+    """A state of a dataset or stream, which is a JSON object."""
+    if value is not None and type(value) is not dict:
+        raise ValueError(f"expected a state, found {value!r}")
+    return resealed(value)
+
+
+def _truth(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"expected true or false, found {value!r}")
+    return value

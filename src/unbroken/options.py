@@ -170,6 +170,11 @@ def _check_prefetch(given: Mapping[str, Any]) -> Prefetch:
         if not isinstance(given[name], bool):
             raise TypeError(f"{name} must be True or False, but got {name}={given[name]!r}.")
     _check_whole("max_prefetch_bytes", given["max_prefetch_bytes"], 1)
+    if given["save_prefetched"] and given["max_prefetch_bytes"] is not None:
+        raise ValueError(
+            "max_prefetch_bytes does not go with save_prefetched=True: each save moves what was made ahead into the "
+            "position, where it stays until it is delivered.\nUse a smaller prefetch_factor."
+        )
     if given["save_prefetched"]:
         _check_once(given)
     return Prefetch(given["in_order"], given["save_prefetched"], given["max_prefetch_bytes"])

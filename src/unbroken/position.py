@@ -20,7 +20,7 @@ from unbroken.ledger import fold
 from unbroken.made import Turn
 from unbroken.prefetched import Held, held_of_lanes, held_to_json
 from unbroken.skipped import Skipped
-from unbroken.state import checked_sampler, whole
+from unbroken.state import checked_sampler, list_of, whole
 
 __all__ = ["LanePosition", "LanesPosition", "MapPosition", "Position"]
 
@@ -313,7 +313,7 @@ class MapPosition(Position):
                 cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
                 stopped=stopped,
                 skipped=Skipped.of(leaf, name),
-                beyond=tuple((whole(first), whole(last, first)) for first, last in leaf.get("beyond", ())),
+                beyond=_ranges(leaf.get("beyond", [])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
@@ -322,6 +322,15 @@ class MapPosition(Position):
 # The fields of a position but its lanes. Their values are not changed, but replaced: a mark keeps them as they are.
 _of_lanes = attrgetter(*(part.name for part in fields(LanesPosition) if part.init and part.name != "lanes"))
 _of_map = attrgetter(*(part.name for part in fields(MapPosition)))
+
+
+def _ranges(saved: Any) -> tuple[tuple[int, int], ...]:
+    """Ranges of steps behind the first that was not delivered, in order, with a gap before each."""
+    found: list[tuple[int, int]] = []
+    for first, last in list_of(saved):
+        least = found[-1][1] + 2 if found else 1
+        found.append((whole(first, least), whole(last, first)))
+    return tuple(found)
 
 
 def _head_of(leaf: Mapping[str, Any], name: str) -> tuple[int, int, int | None, dict[str, int], bool, int | None]:

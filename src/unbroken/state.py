@@ -177,8 +177,17 @@ def whole(value: Any, least: int = 0) -> int:
     return value
 
 
+def list_of(value: Any) -> list[Any]:
+    """A list, as read from JSON. Raises ``ValueError`` on anything else."""
+    if type(value) is not list:
+        raise ValueError(f"expected a list, found {value!r}")
+    return value
+
+
 def checked_sampler(saved: Any) -> dict[str, Any] | None:
     """What draws an order again: a seed, or sealed states under one of the names that ``sampling`` gives them."""
+    if saved == {}:
+        raise ValueError("a sampler cannot be made again from nothing")
     for name, value in ({} if saved is None else saved).items():
         if name == "seed":
             whole(value)

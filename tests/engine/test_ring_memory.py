@@ -332,3 +332,14 @@ def test_batches_that_take_no_memory_have_room() -> None:
     ring.want(0)
     assert ring.acquire() is None
     assert ring.has_room([None] * 100)
+
+
+def test_slots_that_are_free_are_within_the_bound_too(workers: Workers) -> None:
+    ring = Ring(workers.announce, workers.retract, 2 * LARGE)
+    held = deliver(ring, workers, LARGE, 5)
+    assert workers.pages() * PAGE == 5 * LARGE
+    under_way = ring.acquire()
+    held.clear()
+    gc.collect()
+    assert ring.has_room([under_way])
+    assert workers.pages() * PAGE <= 2 * LARGE

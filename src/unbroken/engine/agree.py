@@ -227,7 +227,10 @@ class Together(Feed):
                 return self._held.popleft()
             if self._failure is not None:
                 failure, self._failure = self._failure, None
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # or it would keep itself, by its traceback
             if not ballot.pads:
                 raise InexactDataset(
                     "Fewer batches came when they were made again after an interrupt: the dataset is not the same at "
@@ -313,7 +316,10 @@ class Together(Feed):
     def _fail(self, rank: int, failed: bool) -> None:
         failure, self._failure = self._failure, self._failure if not failed else None
         if failed and failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure
         raise PeerFailed(
             f"Rank {rank} of the group could not make its next batch; the error that it raised says why.\n"
             "This rank could go on, and did not. Nothing that was delivered is lost: state_dict() gives the position "

@@ -161,11 +161,12 @@ class Cursor:
                     break
             except Exception as error:
                 if not (rules.once and made.samples):
+                    self._keep(made)
                     raise
                 self._stop = error  # what was made is delivered, as a shorter turn
                 break
             except BaseException:  # Ctrl-C, say, is not put off
-                self._stop = made if rules.once else None
+                self._keep(made)
                 raise
             if around:
                 self._capture(made)
@@ -174,6 +175,10 @@ class Cursor:
             made.samples, made.digests, made.number, made.capture = [], [], 0, None
             made.ended, made.carry = True, self._start.carry
         self._pace.note(perf_counter() - began, found=made.capture is not None)
+
+    def _keep(self, made: Made) -> None:
+        """The next turn goes on with this one. Where samples can be made again, the lane is opened again instead."""
+        self._stop = made if self._rules.once else None
 
     def _advance(self, made: Made) -> bool:
         """Make one sample; False at the end of the lane."""
@@ -257,16 +262,24 @@ class Cursor:
     def _find_place(self, anchor: Anchor, failures: list[Exception | None]) -> bool:
         """Open where the anchor leads, and see by the digests of what is made again that it is the place.
 
-        ``failures`` gets what each try that failed raised; None where its samples were other ones.
+        ``failures`` gets what each try that failed raised; None where its samples were other ones. Errors of the
+        surroundings say nothing of a state, and are raised: what is tried next might fit by chance.
         """
 
         def leads_to(state: str | None, first: int) -> bool:
-            try:
-                if self._reach(state, first):
-                    return True
-                failures.append(None)
-            except Exception as error:  # a state that does not fit may make any dataset raise anything
-                failures.append(error)
+            failure: Exception | None = None
+            for _ in range(2):  # a state that does not fit may make any dataset raise anything, again and again
+                try:
+                    if self._reach(state, first):
+                        return True
+                    failure = None
+                    break
+                except Exception as error:
+                    self._iterator = None
+                    if _may_pass(error):
+                        raise
+                    failure = error
+            failures.append(failure)
             return False
 
         if self._rules.resume == "replay":
@@ -357,3 +370,9 @@ class Cursor:
             'resume="replay" ignores its state and makes everything again from the start of the epoch; resume="trust" '
             "takes the state at its word and checks nothing."
         )
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether an error is one of the machine or the network, and no answer to a state that leads nowhere."""
+    nowhere = FileNotFoundError | NotADirectoryError | IsADirectoryError
+    return isinstance(error, OSError | MemoryError) and not isinstance(error, nowhere)

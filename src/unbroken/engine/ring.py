@@ -228,11 +228,14 @@ class Ring:
         if self._most is None:
             return True
         places = list(under_way)
+        known = {id(place): place.size for place in places if place is not None}
+        taken = sum(place is None for place in places) * self._size + sum(known.values())
+        self._collect()
+        while self._free and taken + sum(slot.size for slot in self._free) > self._most:
+            self._cool(self._free.popleft())  # so that those that are free are within the bound too
         if not places or not self._needs.heard:
             return not places
-        unknown = sum(place is None for place in places) + 1
-        known = {id(place): place.size for place in places if place is not None}
-        return unknown * self._size + sum(known.values()) <= self._most
+        return taken + self._size <= self._most
 
     def close(self) -> None:
         """Give back all memory that is free now, and what is out when it is given back; a slot that is out stays as it

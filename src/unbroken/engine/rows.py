@@ -265,7 +265,7 @@ class RowFeed(Feed):
             values = [{name: _as_tensor(value) for name, value in row.items()} for row in values]
         if batching.collate_fn is not None:
             position = self._lanes.position
-            step = position.step + len(self._made)
+            step = position.step - position.began + len(self._made)
             place = key(position.run or 0, "collate", position.epoch, step, min(position.lanes))
             try:
                 with isolated(place):

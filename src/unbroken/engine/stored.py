@@ -98,7 +98,7 @@ class StoredFeed(Feed):
         return {number: lanes.position.made(number) for number, of in lanes.host_of.items() if of == host}
 
     def knows(self, error: Exception) -> bool:
-        return True
+        return False  # what is held is still there, and is counted anew
 
     @property
     def keeps(self) -> bool:
@@ -114,7 +114,10 @@ class StoredFeed(Feed):
                 held = self._held[number][self._taken[number]]
                 if held.failure is not None:
                     del self._held[number][self._taken[number]]
-                    raise held.failure
+                    try:
+                        raise held.failure
+                    finally:
+                        del held  # or the error would keep itself, by its traceback, and the workers
                 self._taken[number] += 1
                 if held.made.ended:
                     self._lanes.end_turns(number)
@@ -240,6 +243,8 @@ class StoredFeed(Feed):
         except (WorkerDied, WorkerTimeout):
             raise
         except Exception as error:
+            if id(error) != self._lanes.engine.failed:
+                raise
             held = Held(Made(), None, error)
         self._held.setdefault(number, deque()).append(held)
         self._short.discard(number)
@@ -270,6 +275,9 @@ class StoredFeed(Feed):
         lost: Counter[int] = Counter()
         for number in self._asked.lanes():
             while self._asked.waits(number):
+                if not self._lanes.engine.lookahead:  # a turn that was interrupted, and is made when it is asked for
+                    self._asked.give_up(number)
+                    continue
                 try:
                     if self._asked.has_come(number):
                         self._hold(number)

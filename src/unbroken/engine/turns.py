@@ -139,8 +139,9 @@ class Asked:
             reply = self._lanes.engine.collect(self._tickets[lane][0])
         except (WorkerDied, WorkerTimeout):
             raise
-        except Exception:
-            self.give_up(lane)
+        except Exception as error:
+            if id(error) == self._lanes.engine.failed:  # else a handler of signals raised it, and the turn still comes
+                self.give_up(lane)
             raise
         self.give_up(lane)
         return reply
