@@ -67,6 +67,7 @@ def test_the_defaults_ask_for_nothing() -> None:
         ({"snapshot_every_n_steps": 1.0}, TypeError, "snapshot_every_n_steps must be a whole number, but got"),
         ({"snapshot_every_n_steps": True}, TypeError, "snapshot_every_n_steps must be a whole number, but got"),
         ({"worker_restarts": -1}, ValueError, "worker_restarts must be at least 0, but got worker_restarts=-1."),
+        ({"max_prefetch_bytes": 9, "save_prefetched": True}, ValueError, "max_prefetch_bytes does not go with save_"),
         ({"max_prefetch_bytes": 0}, ValueError, "max_prefetch_bytes must be at least 1, but got max_prefetch_bytes=0."),
         ({"max_prefetch_bytes": 1e9}, TypeError, "max_prefetch_bytes must be a whole number, but got max_prefetch_"),
         ({"worker_restarts": "3"}, TypeError, "worker_restarts must be a whole number, but got worker_restarts='3'."),

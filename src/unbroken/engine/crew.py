@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import selectors
 import weakref
@@ -26,6 +27,7 @@ from unbroken.errors import WorkerDied, WorkerTimeout
 __all__ = ["Crew", "Patience", "Work"]
 
 _GRACE = 1.0
+_LOOK = 0.5
 _log = logging.getLogger("unbroken")
 
 
@@ -103,7 +105,6 @@ class Crew:
 
     def hold(self, host: int, message: Any) -> None:
         """Keep a message for the next one, or for ``send`` without one."""
-        self.check_process()
         self._seats[host].worker.channel.hold(message)
 
     def send(self, host: int, message: Any = None, descriptor: int | None = None) -> None:
@@ -127,8 +128,8 @@ class Crew:
 
     def check_open(self) -> None:
         """Raises ``WorkerDied`` where the workers have been shut down, and what ``check_process`` raises."""
-        self.check_process()
         if self.closed:
+            self.check_process()
             raise WorkerDied(
                 "The worker processes of this iterator have been shut down; call iter() on the loader again."
             )
@@ -138,13 +139,8 @@ class Crew:
         worker is busy with something that takes long, or was replaced. Raises ``WorkerDied``.
         """
         self.check_open()
-        try:
-            events = self._selector.select(seconds)
-        except (OSError, ValueError):
-            self.check_open()  # another thread, or a handler of signals, may have closed it meanwhile
-            raise
+        events = self._wait(seconds)
         if not events:
-            self.check_open()
             return None
         try:
             return self._receive(events)
@@ -155,6 +151,21 @@ class Crew:
                 self.check_open()
             self.close()  # a message may have been lost on its way, and would be waited for
             raise
+
+    def _wait(self, seconds: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What has come. Another thread, or a handler of signals, may close the selector meanwhile, which wakes nobody
+        up: so it is looked after that.
+        """
+        until = math.inf if seconds is None else monotonic() + seconds
+        while True:
+            try:
+                events = self._selector.select(_LOOK if seconds is None else min(_LOOK, until - monotonic()))
+            except (OSError, ValueError):
+                self.check_open()
+                raise
+            if events or (seconds is not None and monotonic() >= until):
+                return events
+            self.check_open()
 
     def _receive(self, events: list[tuple[selectors.SelectorKey, int]]) -> bool:
         busy = False

@@ -58,6 +58,8 @@ class Front:
 
     def _take_known(self) -> None:
         """Take the steps that come next and were delivered before this run."""
+        if not self._before:
+            return
         while any(first <= self._number <= last for first, last in self._before):
             step = next(self._steps, None)
             if step is None:
@@ -72,8 +74,12 @@ class Front:
 
     def deliver(self, number: int, digest: int | None) -> None:
         """Count a delivered step."""
-        self.pass_over((*self._failed, number))
-        self._failed.clear()
+        if number == self._first and not (self._failed or self._before or self._done):  # as it is in order
+            self._first += 1
+            self._pass(self._entries.popleft().step)
+        else:
+            self.pass_over((*self._failed, number))
+            self._failed.clear()
         self._position.deliver(self._position.rows, digest)
 
     def pass_over(self, numbers: Iterable[int]) -> None:
@@ -85,17 +91,20 @@ class Front:
             self._take_known()
         except Exception as error:  # of the sampler: it is no fault of the step that is delivered
             self._error = error
-        position = self._position
         while self._entries and self._entries[0].done:
-            step = self._entries.popleft().step
             self._first += 1
             self._done -= 1
-            for _ in range(step.over):
-                position.next_epoch(None)
-            position.rows = step.rows
-            if step.made is not None:
-                position.cursor.deliver(step.made, self._cursor_size)
-        position.beyond = self._beyond() if self._done or self._before else ()
+            self._pass(self._entries.popleft().step)
+        self._position.beyond = self._beyond() if self._done or self._before else ()
+
+    def _pass(self, step: Step) -> None:
+        """All steps up to this one are done."""
+        position = self._position
+        for _ in range(step.over):
+            position.next_epoch(None)
+        position.rows = step.rows
+        if step.made is not None:
+            position.cursor.deliver(step.made, self._cursor_size)
 
     def _beyond(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the steps that were delivered behind the front: the first and the last of each."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,13 +118,14 @@ class Pool(Engine, Work):
         kept = lease if isinstance(task, RowsTask) else self._ring.acquire()
         asked = self._asked[self._ticket] = _Asked(host, task, kept)
         self._busy[host] += 1
-        ticket = self._ticket
+        ticket, message = self._ticket, _message(self._ticket, asked)
         try:
-            self._crew.hold(host, _message(ticket, asked))
-        except Exception as error:  # indices that cannot be pickled
-            self.failed = id(error)
-            self._busy[host] -= 1
-            self._release(self._asked.pop(ticket).kept)
+            self._crew.hold(host, message)
+        except Exception as error:
+            if not _can_be_sent(message):  # indices that cannot be pickled
+                self.failed = id(error)
+                self._busy[host] -= 1
+                self._release(self._asked.pop(ticket).kept)
             raise
         if not isinstance(task, RowsTask):
             self._crew.send(host)
@@ -139,7 +141,7 @@ class Pool(Engine, Work):
         return None if slot is None else SharedPlace(slot, slot.lease(nbytes))
 
     def has_room(self) -> bool:
-        return self._ring.has_room(_places(self._asked.values()))
+        return not self._ring.bounded or self._ring.has_room(_places(self._asked.values()))
 
     def least_busy(self) -> int:
         """The host with the fewest tasks that it has not answered."""
@@ -165,6 +167,7 @@ class Pool(Engine, Work):
                 deadline = monotonic() + timeout
         kind, place, nbytes, data, made = asked.answer
         if isinstance(place, Slot):
+            asked.kept = None  # the lease gives it back, and nobody else does
             place = place.lease(nbytes)
             asked.answer = kind, place, nbytes, data, made
         try:
@@ -313,6 +316,14 @@ def _decoded(data: bytes, place: Any, task: Any) -> Any:
                 f"A batch came from a worker and cannot be made again here: {task}: {error!r}."
             ) from error
         raise  # a handler of signals did
+
+
+def _can_be_sent(message: Any) -> bool:
+    try:
+        pickle.dumps(message, 5)
+    except Exception:
+        return False
+    return True
 
 
 def _message(ticket: int, asked: _Asked) -> tuple[Any, ...]:

@@ -29,20 +29,22 @@ class WorkerProcess:
 
     def __init__(self, plan: Plan, context: Any, number: int) -> None:
         self.number = number
-        self.notes = Notes()
-        self.channel, theirs = Channel.pair()
-        self.process: Any = None
-        _started.add(self)  # before it is started, so that the process itself has none of our ends
-        with PutOff(), contextlib.closing(theirs):
+        with PutOff():
+            self.notes = Notes()
+            self.channel, theirs = Channel.pair()
+            self.process: Any = None
+            _started.add(self)  # before it is started, so that the process itself has none of our ends
             try:
                 self.process = _start(plan, context, number, theirs)
             except BaseException:
                 self.channel.close()
                 self.notes.close()
                 raise
+            finally:
+                theirs.close()
             self.pid: int = self.process.pid
             self._descriptor = open_pidfd(self.pid)
-            # Where nobody came to end it: all who knew of it are gone.
+            # Where nobody comes to end it: all who knew of it are gone.
             self._end = weakref.finalize(self, _end, os.getpid(), self.process, self.channel, self._descriptor)
             self._end.atexit = False
 

@@ -204,6 +204,7 @@ class Ring:
     def give_back(self, slot: Slot) -> None:
         """A slot that nobody reads or writes any more. May be called from a finalizer, at any moment, in any thread."""
         if self._closed:
+            self._out.discard(slot)
             _empty(slot)
         else:
             self._given_back.append(slot)
@@ -218,6 +219,11 @@ class Ring:
         as it lives, and its size. One that is just being announced is among them, and may be announced twice.
         """
         return [(number, arena.fd, arena.nbytes) for number, arena in list(self._arenas.items())]
+
+    @property
+    def bounded(self) -> bool:
+        """Whether ``has_room`` is a question at all."""
+        return self._most is not None
 
     def has_room(self, under_way: Iterable[Slot | Bytes | None]) -> bool:
         """Whether one more batch may be made beside those that are under way; always where none is.
@@ -244,6 +250,7 @@ class Ring:
         if os.getpid() != self.pid:
             return
         self._closed = True
+        self._out &= _leased  # nobody gives the others back, and they hold this ring, as it would hold them
         for slots in (self._given_back, self._free):
             with contextlib.suppress(IndexError):
                 while True:

@@ -195,10 +195,12 @@ class RowFeed(Feed):
         host = self._lanes.host_of[number]
         while not rows:
             self._fill(max(1, self._lanes.engine.lookahead))
-            while not self._is_asked(number, host) and self._lanes.planned and not self._lanes.engine.has_room():
+            while not (asked := self._is_asked(number, host)) and self._lanes.planned:
+                if self._lanes.engine.has_room():
+                    break
                 self._ask()  # it is needed now
                 self._lanes.engine.flush()
-            if not self._is_asked(number, host):
+            if not asked:
                 self._submit([(number, 0)], shared=None)
                 self._lanes.engine.flush()
             self._take_in(host)
