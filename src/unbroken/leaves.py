@@ -18,7 +18,8 @@ from typing import Any, final
 import orjson
 
 from unbroken.errors import IncompleteState, InvalidState, StateMismatch
-from unbroken.position import LanePosition, LanesPosition, MapPosition, Position
+from unbroken.lane_position import LanePosition
+from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.prefetched import held_of_lanes
 from unbroken.skipped import Skipped
 from unbroken.state import (

@@ -22,7 +22,7 @@ from unbroken.prefetched import Held, held_of_lanes, held_to_json
 from unbroken.skipped import Skipped
 from unbroken.state import checked_sampler, list_of, whole
 
-__all__ = ["LanePosition", "LanesPosition", "MapPosition", "Position"]
+__all__ = ["LanesPosition", "MapPosition", "Position"]
 
 
 class Position(ABC):

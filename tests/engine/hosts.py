@@ -18,7 +18,8 @@ from unbroken.engine.inline import Inline
 from unbroken.engine.opening import TorchOpening
 from unbroken.engine.rows import Batching, RowFeed
 from unbroken.engine.turns import Lanes
-from unbroken.position import LanePosition, LanesPosition, MapPosition
+from unbroken.lane_position import LanePosition
+from unbroken.position import LanesPosition, MapPosition
 from unbroken.sampling import Step
 
 

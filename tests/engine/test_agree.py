@@ -17,7 +17,8 @@ from unbroken import StatefulDataLoader
 from unbroken.engine.agree import Ballot, Together, TorchGroup
 from unbroken.engine.feeds import Feed, Prepared
 from unbroken.errors import LaneError, PeerFailed, WorkerTimeout
-from unbroken.position import LanePosition, LanesPosition
+from unbroken.lane_position import LanePosition
+from unbroken.position import LanesPosition
 
 
 class Counting(Feed):

@@ -21,9 +21,10 @@ from unbroken.engine import cursor as cursor_module
 from unbroken.engine.cursor import Cursor, Rules
 from unbroken.engine.opening import StreamOpening, TorchOpening, lane_info
 from unbroken.errors import InexactDataset, InvalidState, UnsealableState
+from unbroken.lane_position import LanePosition
 from unbroken.lanes import Lane
 from unbroken.made import Made
-from unbroken.position import LanePosition, LanesPosition
+from unbroken.position import LanesPosition
 from unbroken.seeding import isolated
 
 

@@ -26,7 +26,8 @@ from tests.engine.hosts import (
 from unbroken import StatefulDataLoader
 from unbroken.engine.host import MapTask
 from unbroken.errors import LaneError, WorkerTimeout
-from unbroken.position import LanePosition, LanesPosition
+from unbroken.lane_position import LanePosition
+from unbroken.position import LanesPosition
 
 # torch's advice on a machine with few cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

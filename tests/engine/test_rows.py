@@ -16,7 +16,8 @@ from tests import datasets as ds
 from tests.distributed.peers import Words
 from tests.engine.hosts import LENGTHS, all_of, deliver, hosts_over, naive_turns, row_feed
 from unbroken import StatefulDataLoader
-from unbroken.position import LanePosition, LanesPosition
+from unbroken.lane_position import LanePosition
+from unbroken.position import LanesPosition
 from unbroken.seeding import read_globals
 
 # torch's advice on a machine with few cores.

@@ -26,7 +26,7 @@ from unbroken.engine.signals import handled
 from unbroken.engine.wire import decode
 from unbroken.engine.worker import Failure, main
 from unbroken.errors import InexactDataset, UnsealableState, UnsendableBatch
-from unbroken.position import LanePosition
+from unbroken.lane_position import LanePosition
 
 # Failures
 

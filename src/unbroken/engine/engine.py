@@ -10,7 +10,7 @@ from typing import Any, final
 
 from unbroken.lane_position import LanePosition
 
-__all__ = ["Engine", "OfAnotherProcess", "Positions", "Reply", "check_process"]
+__all__ = ["Engine", "OfAnotherProcess", "Positions", "Reply", "TakenOver", "check_process"]
 
 Positions = Callable[[int], Mapping[int, LanePosition]]
 """The positions of a host's lanes after all that was collected of it."""
@@ -34,6 +34,17 @@ def check_process(owner: int) -> None:
     """Raises ``OfAnotherProcess`` where this is not the process of the owner."""
     if os.getpid() != owner:
         raise OfAnotherProcess("This iterator belongs to the process that made it; a forked process makes its own.")
+
+
+@final
+class TakenOver(RuntimeError):
+    """An older iterator was used over persistent workers that a newer one has."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "A newer iterator has taken over the persistent workers of this loader: only the newest one goes on.\n"
+            "Use persistent_workers=False to have several iterators at a time."
+        )
 
 
 class Engine(ABC):

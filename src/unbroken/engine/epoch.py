@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, final
 
-from unbroken.engine.engine import Engine, OfAnotherProcess
+from unbroken.engine.engine import Engine, OfAnotherProcess, TakenOver
 from unbroken.engine.feeds import Feed, Prepared
 from unbroken.engine.pinning import pin, should_pin
 from unbroken.errors import UnbrokenError
@@ -16,6 +16,8 @@ from unbroken.locks import new_lock
 from unbroken.trail import Trail
 
 __all__ = ["Epoch", "Run"]
+
+_OURS = UnbrokenError | OfAnotherProcess | TakenOver
 
 
 class Run(ABC):
@@ -98,7 +100,7 @@ class Epoch(Iterator[Any]):
         """Whether an error is Ctrl-C, or of another handler of signals, which may have come anywhere."""
         if not isinstance(error, Exception) or self._run.trail.unsure:
             return True
-        if isinstance(error, UnbrokenError | OfAnotherProcess) or self._feed is None or self._engine is None:
+        if isinstance(error, _OURS) or self._feed is None or self._engine is None:
             return False
         return self._engine.closed or not self._feed.knows(error)
 
@@ -122,10 +124,7 @@ class Epoch(Iterator[Any]):
         if self.finished:
             raise StopIteration
         if self._keep_engine and not self._run.is_live(self):
-            raise RuntimeError(
-                "A newer iterator has taken over the persistent workers of this loader: only the newest one goes on.\n"
-                "Use persistent_workers=False to have several iterators at a time."
-            )
+            raise TakenOver
         if self._feed is None:
             self._start()
         while True:

@@ -15,15 +15,14 @@ from time import monotonic
 from typing import Any, final
 
 from unbroken.engine.crew import Crew, Patience, Work
-from unbroken.engine.engine import Engine, Positions, Reply
+from unbroken.engine.engine import Engine, Positions, Reply, TakenOver
 from unbroken.engine.host import MapTask, Plan, RowsTask
 from unbroken.engine.process import WorkerProcess
 from unbroken.engine.progress import Remaking
 from unbroken.engine.ring import Bytes, Ring, Slot, map_memory
 from unbroken.engine.wire import decode
-from unbroken.engine.worker import Failure
 from unbroken.errors import UnsendableBatch
-from unbroken.position import LanePosition
+from unbroken.lane_position import LanePosition
 
 __all__ = ["Pool", "SharedPlace"]
 
@@ -197,11 +196,7 @@ class Pool(Engine, Work):
         asked = self._asked.get(ticket)
         if asked is None or asked.stale:
             self._crew.check_open()
-            raise RuntimeError(
-                "A newer iterator has taken over the persistent workers of this loader: only the newest one goes "
-                "on.\n"
-                "Use persistent_workers=False to have several iterators at a time."
-            )
+            raise TakenOver
         return asked
 
     # ---- for the crew
@@ -234,8 +229,6 @@ class Pool(Engine, Work):
             asked.kept = None
         if asked.stale:
             del self._asked[ticket]
-        elif kind == "failed":
-            made = made or Failure(None, "the worker could not start")
         asked.answer = kind, place, nbytes, data, made
         return False
 

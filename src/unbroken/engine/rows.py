@@ -17,9 +17,9 @@ from unbroken.engine.host import RowsTask
 from unbroken.engine.turns import Lanes
 from unbroken.engine.wire import RowLayout, collate, stack_rows, stacked
 from unbroken.errors import WorkerTimeout
+from unbroken.lane_position import LanePosition
 from unbroken.lineage import Lineage, with_lineage
 from unbroken.made import Made, Turn
-from unbroken.position import LanePosition
 from unbroken.seeding import isolated, key
 
 __all__ = ["Batching", "RowFeed"]

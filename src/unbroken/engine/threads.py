@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, final
 
-from unbroken.engine.engine import Engine, Reply, check_process
+from unbroken.engine.engine import Engine, Reply, TakenOver, check_process
 from unbroken.engine.host import Host, Plan, RowsTask, TurnTask
 from unbroken.engine.progress import Remaking
 from unbroken.errors import WorkerDied, WorkerTimeout
@@ -97,11 +97,7 @@ class Threads(Engine):
     def collect(self, ticket: int) -> Reply:
         self._check_process()
         if ticket < self._common.first_ticket:
-            raise RuntimeError(
-                "A newer iterator has taken over the persistent workers of this loader: only the newest one goes "
-                "on.\n"
-                "Use persistent_workers=False to have several iterators at a time."
-            )
+            raise TakenOver
         self.flush()
         deadline = self._deadline()
         while ticket not in self._replies:

@@ -25,8 +25,8 @@ from unbroken.engine.notes import take_notes
 from unbroken.engine.ring import Bytes, create_memory, map_memory
 from unbroken.engine.wire import Encoded, RowLayout, encode
 from unbroken.errors import UnbrokenError, UnsendableBatch
+from unbroken.lane_position import LanePosition
 from unbroken.made import Made, Turn
-from unbroken.position import LanePosition
 from unbroken.skipped import Fetched
 
 __all__ = ["Failure", "main", "open_pidfd"]
