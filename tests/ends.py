@@ -28,9 +28,9 @@ import torch
 from torch.utils.data import Dataset
 
 from tests import datasets as ds
+from tests.leftovers import children, left, marked, others, wait_until
 from unbroken import StatefulDataLoader, read_jsonl
 
-MARK = "UNBROKEN_ENDS"
 ROWS = 48
 # How often each is among 40 ends: an interpreter that ends in order takes long.
 OF_PROGRAMS = {
@@ -220,57 +220,6 @@ def workers() -> list[int]:
     return [process.pid for process in multiprocessing.active_children() if process.pid is not None]
 
 
-# ---- what there is
-
-
-others: set[int] = set()
-"""Processes that are there from the start: what started this one, and what multiprocessing starts once."""
-
-
-def marked() -> set[int]:
-    """All processes that carry the mark, but this one and ``others``."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if f"{MARK}={os.environ[MARK]}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-            except OSError:  # it ended meanwhile, or is not ours
-                continue
-    return found - others
-
-
-def children() -> set[int]:
-    """Our children, zombies too."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
-
-
-def left() -> dict[str, Any]:
-    """What may not grow."""
-    gc.collect()
-    multiprocessing.active_children()
-    return {
-        "processes": sorted((marked() | children()) - others),
-        "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in open_descriptors()),
-        "maps": len(re.findall("memfd:unbroken", Path("/proc/self/maps").read_text())),
-        "threads": threading.active_count(),
-    }
-
-
-def open_descriptors() -> list[str]:
-    names = os.listdir("/proc/self/fd")
-    return [name for name in names if os.path.lexists(f"/proc/self/fd/{name}")]
-
-
-def wait_until(true: Callable[[], bool], what: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        if time.monotonic() > deadline:
-            raise AssertionError(what())
-        time.sleep(0.002)
-
-
 # ---- loops that end with their program
 
 
@@ -340,7 +289,9 @@ def end_program_that_writes(case: Case, folder: Path, errors: Any) -> dict[str, 
         os.killpg(process, getattr(signal, re.findall("SIG[A-Z]+", case.end)[0]))
         if case.end.startswith("handled"):
             found["exact"] = json.loads(told.readline() or "{}").get("exact")
-    found["status"] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    ended: list[int] = []
+    wait_until(lambda: bool(ended or has_ended(process, ended)), lambda: f"{case}: {process} does not end")
+    found["status"] = ended[0]
     child = {ready["child"]} - {0} if ready else set()
     wait_until(lambda: marked() <= child, lambda: f"{case}: {marked() - child} outlived their program")
     for pid in child:
@@ -348,6 +299,12 @@ def end_program_that_writes(case: Case, folder: Path, errors: Any) -> dict[str, 
     wait_until(lambda: not marked(), lambda: f"{case}: {marked()} live on")
     told.close()
     return found
+
+
+def has_ended(process: int, status: list[int]) -> bool:
+    found, how = os.waitpid(process, os.WNOHANG)
+    status += [os.waitstatus_to_exitcode(how)] if found else []
+    return bool(found)
 
 
 # ---- loops that end in a program that lives on
@@ -461,9 +418,11 @@ def main() -> None:
     gc.freeze()  # of all that was imported, which a program that we fork would look through at its end
     resource_tracker.ensure_running()
     others.update(marked() | children())
-    print(json.dumps(left()), flush=True)
+    before = left()
+    print(json.dumps(before), flush=True)
     for case in chosen:
         found = end_program(case, folder) if case.program else end_loop(case, folder)
+        wait_until(lambda: left() == before, lambda case=case: f"{case}: {left()}")  # threads may need a moment
         print(json.dumps({**asdict(case), **found, "left": left()}), flush=True)
 
 

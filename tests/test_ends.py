@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests import ends
+from tests import ends, leftovers
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
 
@@ -33,7 +33,7 @@ def marked(mark: str) -> set[int]:
     found = set()
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{ends.MARK}={mark}".encode() in (entry / "environ").read_bytes():
+            if entry.name.isdigit() and f"{leftovers.MARK}={mark}".encode() in (entry / "environ").read_bytes():
                 found.add(int(entry.name))
         except OSError:
             continue
@@ -56,9 +56,10 @@ def run_ends(first: int, last: int, folder: Path, mark: str) -> list[dict[str, A
     done = subprocess.run(
         [sys.executable, *STRICT, "-m", "tests.ends", str(first), str(last), str(folder)],
         cwd=ROOT,
-        env={**os.environ, ends.MARK: mark},
+        env={**os.environ, leftovers.MARK: mark},
         capture_output=True,
         text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -69,10 +70,14 @@ def test_200_ends_leave_no_process_no_descriptor_no_memory_and_an_exact_position
     """In two programs side by side, each of which lives through a hundred of them."""
     marks = [uuid.uuid4().hex for _ in range(2)]
     before = names()
-    with ThreadPoolExecutor() as pool:
-        runs = list(
-            pool.map(run_ends, (0, 100), (100, 200), (tmp_path / "one", tmp_path / "other"), marks),
-        )
+    try:
+        with ThreadPoolExecutor() as pool:
+            folders = tmp_path / "one", tmp_path / "other"
+            runs = list(pool.map(run_ends, (0, 100), (100, 200), folders, marks))
+    except BaseException:
+        for pid in set.union(*map(marked, marks)):
+            os.kill(pid, signal.SIGKILL)
+        raise
     found = [end for _, *found in runs for end in found]
     assert len(found) == 200
     counted = [collections.Counter(end["end"] for end in found if end["program"] == of) for of in (True, False)]
@@ -130,7 +135,7 @@ def program(text: str, mark: str, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *options, *STRICT, "-c", HEAD + text],
         cwd=ROOT,
-        env={**os.environ, ends.MARK: mark},
+        env={**os.environ, leftovers.MARK: mark},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -243,7 +248,7 @@ def test_a_worker_that_lets_no_thread_run_ends_with_a_parent_that_is_killed(meth
     path.write_text(HEAD + HOLDS_THE_LOCK)
     with subprocess.Popen(
         [sys.executable, *STRICT, str(path), method],
-        env={**os.environ, ends.MARK: mark, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, leftovers.MARK: mark, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

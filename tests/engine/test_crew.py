@@ -20,6 +20,7 @@ import pytest
 from tests import datasets as ds
 from unbroken import StatefulDataLoader
 from unbroken.engine import crew as crew_module
+from unbroken.engine import process as process_module
 from unbroken.engine.process import WorkerProcess
 from unbroken.errors import WorkerDied
 
@@ -202,6 +203,34 @@ def test_a_worker_that_everybody_lost_sight_of_is_ended() -> None:
     del worker
     gc.collect()
     assert is_reaped(pid)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["forgotten", "kept by its traceback"])
+def test_ctrl_c_while_a_worker_starts_leaves_none(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised once the worker has started, and nobody gets to know that one."""
+    started: list[int] = []
+    start = process_module._start
+
+    def start_and_interrupt(*args: Any) -> Any:
+        process = start(*args)
+        started.append(process.pid)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    open_before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(process_module, "_start", start_and_interrupt)
+    loader = loader_over(ds.Numbers(40), num_workers=2)
+    errors: list[BaseException] = []
+    try:
+        iter(loader)
+    except KeyboardInterrupt as error:
+        errors += [error] if kept else []
+    assert len(started) == 1
+    assert all(map(is_reaped, started))
+    assert len(errors) == kept
+    errors.clear()
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 

@@ -84,10 +84,13 @@ def test_in_another_thread_handlers_of_the_main_one_are_left_alone(handlers: Non
 
 
 def test_signals_without_a_handler_do_what_they_do(handlers: None) -> None:
-    before = signal.getsignal(signal.SIGCHLD)
-    with PutOff():
-        assert signal.getsignal(signal.SIGCHLD) is before
-        subprocess.run(["true"], check=True)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's loader may have left a handler
+    try:
+        with PutOff():
+            assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+            subprocess.run(["true"], check=True)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_those_that_are_handled_and_those_that_end_groups(handlers: None) -> None:

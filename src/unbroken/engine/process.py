@@ -8,7 +8,9 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing import resource_tracker
+from multiprocessing.util import Finalize
 from typing import Any, final
 
 from unbroken.engine.channel import Channel
@@ -29,24 +31,30 @@ class WorkerProcess:
 
     def __init__(self, plan: Plan, context: Any, number: int) -> None:
         self.number = number
-        with PutOff():
-            self.notes = Notes()
-            self.channel, theirs = Channel.pair()
-            self.process: Any = None
-            _started.add(self)  # before it is started, so that the process itself has none of our ends
-            try:
-                self.process = _start(plan, context, number, theirs)
-            except BaseException:
-                self.channel.close()
-                self.notes.close()
-                raise
-            finally:
-                theirs.close()
-            self.pid: int = self.process.pid
-            self._descriptor = open_pidfd(self.pid)
-            # Where nobody comes to end it: all who knew of it are gone.
-            self._end = weakref.finalize(self, _end, os.getpid(), self.process, self.channel, self._descriptor)
-            self._end.atexit = False
+        self.process: Any = None
+        self._descriptor: int | None = None
+        self._end: Callable[[], Any] = _nothing
+        try:
+            with PutOff():
+                self.notes = Notes()
+                self.channel, theirs = Channel.pair()
+                _started.add(self)  # before it is started, so that the process itself has none of our ends
+                try:
+                    self.process = _start(plan, context, number, theirs)
+                finally:
+                    theirs.close()
+                self.pid: int = self.process.pid
+                self._descriptor = open_pidfd(self.pid)
+                # Where nobody comes who knows of it: at the latest before multiprocessing would wait for it.
+                args = self.process, self.channel, self._descriptor
+                self._end = Finalize(self, _end, args=args, exitpriority=50)
+        except BaseException:  # of a handler that waited, too: then nobody gets this worker
+            _started.discard(self)
+            self._end()
+            for kept in (vars(self).get("channel"), vars(self).get("notes")):
+                if kept is not None:
+                    kept.close()
+            raise
 
     @property
     def watch(self) -> int:
@@ -76,7 +84,16 @@ class WorkerProcess:
         """
         self.channel.shut_down()
         self.notes.close()
+        _started.discard(self)
         self._end()
+
+    def leave(self) -> None:
+        """In a forked process: close the copies of all that is kept of it."""
+        self.channel.close()
+        self.notes.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
 
     def bury(self) -> tuple[str, str]:
         """How a process ended that was not asked to, and the likely cause; by force where it only closed its end."""
@@ -127,18 +144,21 @@ def _start(plan: Plan, context: Any, number: int, theirs: Channel) -> Any:
     return process
 
 
-def _end(owner: int, process: Any, channel: Channel, descriptor: int | None) -> None:
-    """Whatever is left of a worker. In a forked process these are copies, and nothing else."""
+def _end(process: Any, channel: Channel, descriptor: int | None) -> None:
+    """Whatever is left of a worker."""
     channel.close()
     if descriptor is not None:
         os.close(descriptor)
-    if os.getpid() == owner:
-        with contextlib.suppress(ValueError):
-            if process.exitcode is None:
-                process.kill()
-                process.join(_GRACE / 4)
-            if process.exitcode is not None:
-                process.close()
+    with contextlib.suppress(ValueError):
+        if process.exitcode is None:
+            process.kill()
+            process.join(_GRACE / 4)
+        if process.exitcode is not None:
+            process.close()
+
+
+def _nothing() -> None:
+    """There is nothing to end yet."""
 
 
 def _leave_to_parent() -> None:
@@ -146,9 +166,8 @@ def _leave_to_parent() -> None:
     with this process.
     """
     for worker in list(_started):
-        worker.channel.close()
-        worker.notes.close()
-        multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
+        worker.leave()
+    _started.clear()
 
 
 if hasattr(os, "register_at_fork"):
