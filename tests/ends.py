@@ -356,14 +356,17 @@ def go_on(loop: Loop) -> bool:
 
 
 def interrupt(loop: Loop) -> bool:
+    """Ctrl-C after some microseconds, in a batch or between two. One that Python swallows in a finalizer is none."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
+    sys.unraisablehook = lambda told: None if told.exc_type is KeyboardInterrupt else sys.__unraisablehook__(told)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.0005 * loop.case.at)
         for batch in loop.iterator:
             loop.seen.append(batch)  # and nothing else, in which a batch would be lost
-        signal.pause()
+        signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         pass
+    sys.unraisablehook = sys.__unraisablehook__
     return loop.is_exact()
 
 

@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,12 +22,20 @@ import torch
 
 import unbroken
 from tests import datasets as ds
-from unbroken import StatefulDataLoader, read_jsonl
+from unbroken import StatefulDataLoader, read_jsonl, seeding
 from unbroken.engine.signals import PutOff
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 OURS = str(Path(unbroken.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _let_go() -> Iterator[None]:
+    """A trace function may also raise where a ``with`` ends, before it does, and no handler of signals can."""
+    yield
+    while seeding._guard._is_owned():  # type: ignore[attr-defined]
+        seeding._guard.release()
 
 
 class HandlerError(Exception):

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import struct
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unbroken import seeding
 from unbroken.seeding import (
     Permutation,
     isolated,
@@ -291,3 +293,28 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 def test_different_keys_give_different_orders() -> None:
     orders = {tuple(Permutation(20, place).block(0, 20).tolist()) for place in range(500)}
     assert len(orders) == 500
+
+
+@pytest.mark.parametrize("where", ["_normal_left_over", "seed_globals", "_set_bit_generator"])
+def test_an_interrupt_lets_go_of_the_generators_for_other_threads(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that came after it would wait for ever."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(seeding, where, interrupted)
+        with seeding.isolated(1):
+            pass
+    free: list[bool] = []
+    asks = threading.Thread(target=lambda: free.append(_is_free()))
+    asks.start()
+    asks.join()
+    assert free == [True]
+
+
+def _is_free() -> bool:
+    if not seeding._guard.acquire(timeout=1):
+        return False
+    seeding._guard.release()
+    return True

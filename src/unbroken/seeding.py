@@ -13,7 +13,7 @@ import random
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import numpy as np
@@ -24,6 +24,7 @@ import xxhash
 __all__ = [
     "Globals",
     "Permutation",
+    "alone",
     "isolated",
     "key",
     "put_back_globals",
@@ -66,9 +67,15 @@ _guard = threading.RLock()
 _spare_bit_generators: list[np.random.MT19937] = []
 
 
+def alone() -> AbstractContextManager[Any]:
+    """To be held by ``with`` around ``take_globals`` and ``put_back_globals``: other threads wait. An interrupt cannot
+    come between it and the block, so that it is always let go of.
+    """
+    return _guard
+
+
 def take_globals() -> Globals:
-    """Set the global generators aside, to be reseeded at will until ``put_back_globals``; other threads wait."""
-    _guard.acquire()
+    """Set the global generators aside, to be reseeded at will until ``put_back_globals``. See ``alone``."""
     aside = _get_bit_generator()
     left_over = _normal_left_over(aside)
     spare = _spare_bit_generators.pop() if _spare_bit_generators else np.random.MT19937(0)
@@ -78,17 +85,14 @@ def take_globals() -> Globals:
 
 def put_back_globals(aside: Globals) -> None:
     """Put the global generators back as ``take_globals`` found them."""
-    try:
-        torch.default_generator.set_state(aside[0])
-        random.setstate(aside[1])
-        used, (bit_generator, left_over) = _get_bit_generator(), aside[2]
-        _set_bit_generator(bit_generator)
-        if left_over is not None:
-            np.random.set_state(left_over)
-        if isinstance(used, np.random.MT19937) and used is not bit_generator:
-            _spare_bit_generators.append(used)
-    finally:
-        _guard.release()
+    torch.default_generator.set_state(aside[0])
+    random.setstate(aside[1])
+    used, (bit_generator, left_over) = _get_bit_generator(), aside[2]
+    _set_bit_generator(bit_generator)
+    if left_over is not None:
+        np.random.set_state(left_over)
+    if isinstance(used, np.random.MT19937) and used is not bit_generator:
+        _spare_bit_generators.append(used)
 
 
 def _normal_left_over(bit_generator: Any) -> dict[str, Any] | None:
@@ -139,12 +143,13 @@ def write_globals(states: Globals) -> None:
 @contextmanager
 def isolated(place: int) -> Iterator[None]:
     """The global generators, seeded by a key inside and put back afterwards."""
-    aside = take_globals()
-    try:
-        seed_globals(place)
-        yield
-    finally:
-        put_back_globals(aside)
+    with alone():
+        aside = take_globals()
+        try:
+            seed_globals(place)
+            yield
+        finally:
+            put_back_globals(aside)
 
 
 @final

@@ -9,7 +9,7 @@ from unbroken.engine.cursor import Cursor, Rules
 from unbroken.engine.opening import TorchOpening
 from unbroken.made import Made
 from unbroken.position import MapPosition
-from unbroken.seeding import put_back_globals, read_globals, take_globals
+from unbroken.seeding import alone, put_back_globals, read_globals, take_globals
 from unbroken.state import seal, unseal
 
 __all__ = ["SamplerTurns"]
@@ -47,11 +47,12 @@ class SamplerTurns:
             if before != after:
                 self._position.sampler = {"globals": before}
             return self.last
-        aside = take_globals()
-        try:
-            self.last = self._cursor.make(size)
-        finally:
-            put_back_globals(aside)
+        with alone():
+            aside = take_globals()
+            try:
+                self.last = self._cursor.make(size)
+            finally:
+                put_back_globals(aside)
         return self.last
 
 

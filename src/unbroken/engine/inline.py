@@ -10,7 +10,7 @@ from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
 from unbroken.engine.progress import Remaking
 from unbroken.lane_position import LanePosition
 from unbroken.made import Made
-from unbroken.seeding import put_back_globals, take_globals
+from unbroken.seeding import alone, put_back_globals, take_globals
 from unbroken.skipped import Fetched
 
 __all__ = ["Inline"]
@@ -31,11 +31,12 @@ class Inline(Engine):
         self._ticket = 0
 
     def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
-        aside = take_globals()
-        try:
-            self._host.open(epoch, dataset_epoch, starts)
-        finally:
-            put_back_globals(aside)
+        with alone():
+            aside = take_globals()
+            try:
+                self._host.open(epoch, dataset_epoch, starts)
+            finally:
+                put_back_globals(aside)
 
     def submit(self, host: int, task: Any, lease: Any = None) -> int:
         self._ticket += 1
@@ -44,6 +45,10 @@ class Inline(Engine):
 
     def collect(self, ticket: int) -> Reply:
         self.failed = 0
+        with alone():
+            return self._collect(ticket)
+
+    def _collect(self, ticket: int) -> Reply:
         aside = take_globals()
         try:
             reply = self._run(self._tasks[ticket])

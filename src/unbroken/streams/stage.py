@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from unbroken.lanes import Lane
 from unbroken.lineage import Origin
-from unbroken.seeding import put_back_globals, take_globals
+from unbroken.seeding import alone, put_back_globals, take_globals
 from unbroken.streams.arguments import read_state
 from unbroken.streams.course import Course, Journal
 
@@ -371,11 +371,12 @@ class _Isolated(StageIterator):
         self._rows = rows
 
     def __next__(self) -> Any:
-        aside = take_globals()
-        try:
-            return next(self._rows)
-        finally:
-            put_back_globals(aside)
+        with alone():
+            aside = take_globals()
+            try:
+                return next(self._rows)
+            finally:
+                put_back_globals(aside)
 
     def state_dict(self) -> dict[str, Any]:
         return self._rows.state_dict()
