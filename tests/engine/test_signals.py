@@ -106,3 +106,19 @@ def test_a_process_that_is_started_gets_what_is_blocked_when_it_says_so() -> Non
     assert str(int(signal.SIGTERM)) in found.split()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
     assert os.getpid()
+
+
+def test_what_a_handler_raises_on_the_way_in_comes_at_the_end(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who enters has something to do that has to be done."""
+    real, done = signal.signal, []
+
+    def interrupted(number: int, handler: Any) -> Any:
+        monkeypatch.setattr(signal, "signal", real)
+        raise Told(number)
+
+    context = PutOff()
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(Told), context:
+        done.append(1)
+    assert done == [1]
+    assert signal.getsignal(signal.SIGUSR1) is tell
