@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from tests.engine.acts import Gate, engine_over, gated, itself, loader_over, threads, wait_until
 from unbroken import StatefulDataLoader
 from unbroken.engine.host import RowsTask
+from unbroken.engine.threads import _Thread
 from unbroken.errors import WorkerDied
 from unbroken.lane_position import LanePosition
 
@@ -195,3 +197,21 @@ def test_a_forked_process_makes_an_iterator_of_its_own(persistent: bool) -> None
 
     in_a_fork(act)
     assert [batch.tolist() for batch in iterator] == [[i, i + 1] for i in range(2, 16, 2)]
+
+
+def test_ctrl_c_in_close_waits_until_all_threads_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that was begun would not be begun again."""
+    loader = loader_over(itself, num_workers=2, lanes=2)
+    iterator = iter(loader)
+    next(iterator)
+    assert len(threads()) == 2
+    real = _Thread.join
+
+    def interrupted(thread: Any, seconds: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+        real(thread, seconds)
+
+    monkeypatch.setattr(_Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loader.close()
+    assert not threads()

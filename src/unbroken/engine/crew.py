@@ -87,7 +87,7 @@ class Crew:
         self._owner = os.getpid()
         # Unlike weakref.finalize, it runs before multiprocessing waits for the children of a process that ends, in the
         # main process and in those that multiprocessing started.
-        self.close = Finalize(work, _shut_down, args=(self._seats, self._selector), exitpriority=100)
+        self._end = Finalize(work, _shut_down, args=(self._seats, self._selector), exitpriority=100)
 
     def add(self) -> None:
         """Start one more worker."""
@@ -97,7 +97,12 @@ class Crew:
     @property
     def closed(self) -> bool:
         """Also in a forked process, whose workers these are not."""
-        return self._owner != os.getpid() or not self.close.still_active()
+        return self._owner != os.getpid() or not self._end.still_active()
+
+    def close(self) -> None:
+        """End the workers: at once where they are idle, by force after a second. May be called again."""
+        with PutOff():  # an end that was begun is not begun again
+            self._end()
 
     def check_process(self) -> None:
         """Raises ``OfAnotherProcess`` in a forked process: what it sent or took would be missing in its parent."""
@@ -318,7 +323,7 @@ class Crew:
 
 
 def _shut_down(seats: list[_Seat], selector: selectors.BaseSelector) -> None:
-    with PutOff():  # Ctrl-C can wait for two seconds: nobody would end what it left
+    with PutOff():  # Ctrl-C can wait for two seconds
         selector.close()
         workers = [seat.worker for seat in seats]
         try:

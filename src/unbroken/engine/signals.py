@@ -15,12 +15,13 @@ from typing import Any, final
 
 __all__ = ["PutOff", "blocked", "handled"]
 
+_ALL = sorted(map(int, signal.valid_signals()))
 _ENDING = {int(signal.SIGINT), int(signal.SIGTERM)}
 
 
 def handled() -> set[int]:
     """The signals that this process handles, and those that are sent to whole groups of processes to end them."""
-    return _ENDING | {int(number) for number in signal.valid_signals() if callable(signal.getsignal(number))}
+    return _ENDING | {number for number in _ALL if callable(signal.getsignal(number))}
 
 
 @contextmanager
@@ -35,29 +36,41 @@ def blocked(numbers: Iterable[int]) -> Iterator[set[int]]:
 
 @final
 class PutOff:
-    """As a context: handlers of signals do not run in it, but at its end. Only those of the main thread ever run."""
+    """As a context: handlers of signals do not run in it, but at its end, and so comes what one raises on the way in.
+    Only those of the main thread ever run.
+    """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._came: list[int] = []
+        self._errors: list[BaseException] = []
         self._over = False
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
+        if threading.get_ident() == threading.main_thread().ident:
+            while not self._replace() and len(self._errors) < len(_ALL):
+                pass
+
+    def _replace(self) -> bool:
         try:
-            for number in signal.valid_signals():
+            for number in _ALL:
                 handler = signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[int(number)] = handler
+                if callable(handler) and handler != self._note:
+                    self._handlers[number] = handler
                     signal.signal(number, self._note)
-        except BaseException:  # of a handler that was not replaced yet
-            self._put_back()
-            raise
+        except BaseException as error:  # of a handler that was not replaced yet
+            self._errors.append(error)
+            return False
+        return True
 
     def __exit__(self, *_: object) -> None:
         self._put_back()
-        self._run(list(dict.fromkeys(self._came)))
+        errors, self._errors = self._errors, []
+        try:
+            self._run(list(dict.fromkeys(self._came)))
+        finally:
+            if errors:
+                raise errors.pop(0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._over:  # another one raised while they were put back

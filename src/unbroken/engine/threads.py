@@ -20,6 +20,7 @@ from typing import Any, final
 from unbroken.engine.engine import Engine, Reply, TakenOver, check_process
 from unbroken.engine.host import Host, Plan, RowsTask, TurnTask
 from unbroken.engine.progress import Remaking
+from unbroken.engine.signals import PutOff
 from unbroken.errors import WorkerDied, WorkerTimeout
 from unbroken.lane_position import LanePosition
 from unbroken.made import Made
@@ -155,7 +156,8 @@ class Threads(Engine):
     def close(self) -> None:
         """End the threads: at once where they are idle or between two rows. After a second, one that hangs is left."""
         self._remaking.end()
-        self._close()
+        with PutOff():  # an end that was begun is not begun again
+            self._close()
 
 
 @final
@@ -286,10 +288,11 @@ class _Work:
 def _shut_down(common: _Common, threads: list[_Thread]) -> None:
     if os.getpid() != common.process:
         return
-    common.ended = True
-    for thread in threads:
-        thread.orders.put(None)
-    common.answers.put(None)
-    until = monotonic() + _GRACE
-    for thread in threads:
-        thread.join(until - monotonic())
+    with PutOff():  # Ctrl-C can wait for a second
+        common.ended = True
+        for thread in threads:
+            thread.orders.put(None)
+        common.answers.put(None)
+        until = monotonic() + _GRACE
+        for thread in threads:
+            thread.join(until - monotonic())
