@@ -23,7 +23,7 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path i
 # Lowest first. A module imports from lower layers only; within one layer see PEERS and ``objection_within``.
 LAYERS = [
     {"errors"},
-    {"state"},
+    {"factories", "state"},
     PEERS := {
         "anchor",
         "contexts",
@@ -46,7 +46,9 @@ LAYERS = [
     },
     {"engine", "streams"},
     {"loader"},
-    {"audit", "testing"},
+    {"audit", "checkpoints"},
+    {"replay", "testing"},
+    {"fixtures"},
     {PACKAGE},
     {"demo"},
     {"__main__", "cli"},
@@ -157,8 +159,8 @@ def objection(edge: Import) -> str | None:
     upper, lower = edge.importer.split(".")[0], edge.target.split(".")[0]
     if upper == lower:
         return objection_within(edge)
-    if upper == "audit" and lower not in {"errors", "state"}:
-        return "audit imports only errors and state, for it judges the rest"
+    if upper == "audit" and lower not in {"errors", "factories", "state"}:
+        return "audit imports only errors, factories and state, for it judges the rest"
     if LAYER.get(lower, -1) < LAYER.get(upper, -1) or {upper, lower} <= PEERS:
         return None
     return "imports go down only"

@@ -18,6 +18,8 @@
     +-- WorkerTimeout (RuntimeError)     no batch within ``timeout`` seconds
     +-- PeerFailed (RuntimeError)        another rank failed, or is not where this one is
     +-- DemoError (RuntimeError)         the demo could not be run to its end
+    +-- AuditError (RuntimeError)        a loader could not be audited
+    +-- FactoryError (ValueError)        a function that makes a loader cannot be found, or failed
 
 Each message says what failed, where, what was found against what was expected, and the way out. Errors raised by a
 dataset, a sampler or a ``collate_fn`` keep their own type; wrong arguments that torch knows keep torch's.
@@ -26,8 +28,10 @@ dataset, a sampler or a ``collate_fn`` keep their own type; wrong arguments that
 from __future__ import annotations
 
 __all__ = [
+    "AuditError",
     "BadRow",
     "DemoError",
+    "FactoryError",
     "IncompleteState",
     "InexactDataset",
     "InvalidState",
@@ -107,3 +111,11 @@ class PeerFailed(UnbrokenError, RuntimeError):
 
 class DemoError(UnbrokenError, RuntimeError):
     """The demo could not be run to its end, so nothing was proved or disproved. The message names the way out."""
+
+
+class AuditError(UnbrokenError, RuntimeError):
+    """A loader could not be audited, so nothing was proved or disproved. The message names the way out."""
+
+
+class FactoryError(UnbrokenError, ValueError):
+    """A function that makes a loader, named as ``module:function``, cannot be found, or failed."""

@@ -1,53 +1,17 @@
-"""The command line: ``unbroken demo``."""
+"""``unbroken demo``."""
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-__all__ = ["app", "main"]
+from unbroken.cli.shared import end_on_sigterm
 
-app = typer.Typer(
-    name="unbroken",
-    help="A data loader for PyTorch that never loses its place.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("unbroken")
-    except metadata.PackageNotFoundError:
-        return "unknown (the package is not installed, only found on the path)"
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"unbroken {_version()}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """A data loader for PyTorch that never loses its place."""
-
-
-def _end(number: int, frame: object) -> None:
-    # An exit that unwinds the stack, so that the processes that were started are ended too.
-    raise SystemExit(128 + number)
-
+__all__ = ["demo"]
 
 _DATA = (
     "Train on these instead of Python's sources: JSONL (plain, gz, zst), Parquet, Arrow, tar or token files, quoted "
@@ -56,7 +20,6 @@ _DATA = (
 _VOCAB = "Token ids of the data, or of the tokenizer that is trained. Default: by the first megabytes; 2048."
 
 
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for logs and the picture.")] = Path("demo-out"),
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints after a success too.")] = False,
@@ -91,7 +54,7 @@ def demo(
     from unbroken.demo import Data, DemoError, Plan, find_trainer, run_demo
 
     console = Console()
-    signal.signal(signal.SIGTERM, _end)
+    end_on_sigterm()
     paths = (*(data or ()), *(more or ()))
     if not data and (paths or format or text or dtype):
         raise typer.BadParameter("Name the data with --data PATH...")
@@ -111,12 +74,3 @@ def demo(
         typer.echo("Interrupted; the runs were ended.", err=True)
         raise typer.Exit(130) from None
     raise typer.Exit(0 if passed else 1)
-
-
-def main() -> None:
-    """The entry point of the ``unbroken`` command."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,57 @@
+"""Functions of the user's that are named on a command line: ``module:function``, or ``file.py:function``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unbroken.errors import FactoryError
+
+__all__ = ["accepted", "load_factory"]
+
+
+def load_factory(name: str) -> Callable[..., Any]:
+    """The function that ``module:function`` or ``path/to/file.py:function`` names.
+
+    Modules are looked for in the current folder too, as ``python -m`` does. A file is imported under its own name, so
+    that worker processes which import it by that name find it.
+
+    Raises ``FactoryError`` where there is none, or importing it fails; the cause is what the import raised.
+    """
+    where, _, function = name.rpartition(":")
+    if not where or not function:
+        raise FactoryError(f"{name!r} names no function. Write module:function, or path/to/file.py:function.")
+    path = Path(where)
+    folder = str(path.resolve().parent) if path.suffix == ".py" else str(Path.cwd())
+    if path.suffix == ".py" and not path.is_file():
+        raise FactoryError(f"There is no file {where}, of which {name!r} is to name a function.")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        found: Any = importlib.import_module(path.stem if path.suffix == ".py" else where)
+        for part in function.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise FactoryError(f"{where} has no {function!r}: {error}.") from error
+    except Exception as error:
+        raise FactoryError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise FactoryError(f"{name!r} is a {type(found).__name__}, and not a function that makes a loader.")
+    return found  # type: ignore[no-any-return]
+
+
+def accepted(function: Callable[..., Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some keyword arguments that a function takes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built in, without a signature
+        return {}
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return dict(wanted)
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return {name: value for name, value in wanted.items() if name in names}
