@@ -1,0 +1,1 @@
+"""Kills any loader at random places, resumes it, and says what was lost, repeated, reordered or altered."""
