@@ -13,7 +13,7 @@ from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder
 from unbroken.seeding import key
 
-__all__ = ["PutBack", "begin_afresh", "check_epochs", "draw_run", "epoch_holders", "tell_of_own_ends", "tell_of_rest"]
+__all__ = ["PutBack", "begin_afresh", "begin_pass", "draw_run", "end_pass", "epoch_holders", "is_next_due"]
 
 
 class PutBack(int):
@@ -45,6 +45,49 @@ def check_epochs(saved: Mapping[str, int], now: Mapping[str, int], *, over: bool
                 f"The {name} was set to epoch {now[name]} in the middle of its epoch {saved[name]}: what is left "
                 "would be in another order. Call set_epoch only between epochs."
             )
+
+
+def is_next_due(
+    position: Position,
+    options: Options,
+    order: MapOrder | None,
+    epochs: Mapping[str, int],
+    *,
+    begun: bool,
+    resumed: bool,
+) -> bool:
+    """Whether a new pass is of the next epoch: one was ``begun`` at this position, or it is over.
+
+    ``epochs`` are those that the user's objects have now. Raises ``ValueError`` where they are not those of the
+    position in the middle of an epoch.
+    """
+    goes_on = options.ends == "repeat" or options.prefetch.saved
+    over = order is not None and isinstance(position, MapPosition) and order.at_end(position)
+    moved_on = position.stopped and any(position.epochs.get(name, now) != now for name, now in epochs.items())
+    if (resumed or goes_on) and position.mid_epoch and not moved_on:
+        check_epochs(position.epochs, epochs, over=over)
+    return (begun and not goes_on) or over or (resumed and moved_on)
+
+
+def begin_pass(position: Position, options: Options, epochs: Mapping[str, int]) -> None:
+    """Note in a position what a pass begins with."""
+    position.stopped = False
+    if not (options.ends == "repeat" or options.prefetch.saved) or not position.mid_epoch:
+        position.epochs = {name: int(epoch) for name, epoch in epochs.items()}
+    if options.ends == "repeat" and isinstance(position, LanesPosition) and position.noted is None:
+        position.noted = position.epoch
+
+
+def end_pass(position: Position, options: Options, order: MapOrder | None, *, waited: bool, going_on: bool) -> bool:
+    """Say what there is to say at the end of a pass, and whether it stopped before rows that may do for a step on other
+    ranks. ``waited``: this rank waits for others to end.
+    """
+    if options.ends == "alone" and options.share.world > 1 and not going_on:
+        tell_of_own_ends()
+    over = order is not None and isinstance(position, MapPosition) and order.at_end(position)
+    if options.ends == "stop" and not waited and not over:
+        tell_of_rest(position, order)
+    return options.ends == "stop" and not over and not going_on
 
 
 def draw_run(position: Position, options: Options, generator: torch.Generator | None) -> None:

@@ -23,12 +23,12 @@ from unbroken.engine.feeds import Feed
 from unbroken.engine.opening import TorchOpening
 from unbroken.engine.setup import new_engine, new_feed, new_rules
 from unbroken.engine.stored import Kept
-from unbroken.epochs import PutBack, begin_afresh, check_epochs, draw_run, epoch_holders, tell_of_own_ends, tell_of_rest
+from unbroken.epochs import PutBack, begin_afresh, begin_pass, draw_run, end_pass, epoch_holders, is_next_due
 from unbroken.lane_position import LanePosition
 from unbroken.lanes import lanes_of_rank
 from unbroken.leaves import Leaves
 from unbroken.options import check_options, distributed_rank, say_once
-from unbroken.ordering import WatchedBatchSampler, fingerprint_of, settle, tell_of_ranks
+from unbroken.ordering import WatchedBatchSampler, fingerprint_of, length_in_batches, settle, tell_of_ranks
 from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.skipped import Skipped
 from unbroken.trail import Trail, check_made_again
@@ -264,19 +264,10 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
 
     def _stand_for_pass(self, position: Position) -> Position:
         """A position as a new pass begins with it: of the next epoch, where one was begun or is over."""
-        goes_on = self._options.ends == "repeat" or self._options.prefetch.saved
-        over = self._order is not None and isinstance(position, MapPosition) and self._order.at_end(position)
-        epochs = {name: holder.epoch for name, holder in epoch_holders(self).items()}
-        moved_on = position.stopped and any(position.epochs.get(name, now) != now for name, now in epochs.items())
-        if (self._resumed or goes_on) and position.mid_epoch and not moved_on:
-            check_epochs(position.epochs, epochs, over=over)
-        if (self._begun and not goes_on) or over or (self._resumed and moved_on):
+        options, holders = self._options, {name: holder.epoch for name, holder in epoch_holders(self).items()}
+        if is_next_due(position, options, self._order, holders, begun=self._begun, resumed=self._resumed):
             self._to_next_epoch(position, ended=position.stopped)
-        position.stopped = False
-        if not goes_on or not position.mid_epoch:
-            position.epochs = {name: int(epoch) for name, epoch in epochs.items()}
-        if self._options.ends == "repeat" and isinstance(position, LanesPosition) and position.noted is None:
-            position.noted = position.epoch
+        begin_pass(position, options, holders)
         return position
 
     def _to_next_epoch(self, position: Position, *, ended: bool) -> None:
@@ -347,16 +338,12 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
             return  # a newer iterator has the loader's position
         self._put_aside()
         self._trail.settle(self._gone)
-        position, ballot, ends = self._position.copy(), self._ballot, self._options.ends
-        if ends == "alone" and self._options.share.world > 1 and not going_on:
-            tell_of_own_ends()
+        position, ballot = self._position.copy(), self._ballot
         waited = ballot is not None and ballot.waits(position)
-        over = self._order is not None and isinstance(position, MapPosition) and self._order.at_end(position)
-        if ends == "stop" and not waited and not over:
-            tell_of_rest(position, self._order)
+        stopped = end_pass(position, self._options, self._order, waited=waited, going_on=going_on)
         ballot = None if ballot is None else ballot.anew(resumed=False)
-        position.stopped = ends == "stop" and not over and not going_on  # on other ranks, the rest may do for a step
-        if not waited and not position.stopped:
+        position.stopped = stopped
+        if not waited and not stopped:
             self._to_next_epoch(position, ended=True)
         self._position, self._ballot, self._begun, epoch.finished = position, ballot, position.stopped, not going_on
 
@@ -393,6 +380,4 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         if self._order is not None:
             return self._order.batches()
         length = self._reported_length = len(self.dataset)  # type: ignore[arg-type]
-        if self.batch_size is None:
-            return length
-        return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
+        return length_in_batches(length, self.batch_size, self.drop_last)

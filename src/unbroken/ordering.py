@@ -13,7 +13,7 @@ from unbroken.lanes import LaneStream, plan_lanes
 from unbroken.options import Options, distributed_rank, say_once
 from unbroken.sampling import MapOrder
 
-__all__ = ["Ordering", "WatchedBatchSampler", "fingerprint_of", "settle", "tell_of_ranks"]
+__all__ = ["Ordering", "WatchedBatchSampler", "fingerprint_of", "length_in_batches", "settle", "tell_of_ranks"]
 
 
 @final
@@ -136,6 +136,13 @@ def fingerprint_of(
     if options.prefetch.saved:
         fields["save_prefetched"] = True
     return fields, kinds
+
+
+def length_in_batches(samples: int, size: int | None, drop_last: bool) -> int:
+    """torch's estimate of the batches in so many samples of an iterable dataset."""
+    if size is None:
+        return samples
+    return samples // size if drop_last else -(-samples // size)
 
 
 def tell_of_own_state(dataset: Any) -> None:
