@@ -42,6 +42,7 @@ LAYERS = [
         "sampling",
         "seeding",
         "skipped",
+        "steps",
         "trail",
     },
     {"engine", "streams"},

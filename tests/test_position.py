@@ -45,7 +45,7 @@ def begun() -> LanePosition:
 
 
 def test_a_turn_travels_with_all_but_its_samples() -> None:
-    made = Made([object(), lambda: None], 2, [1, 2], (2, '"a"', '"b"'), (0, '"s"'), '"c"', True, True)
+    made = Made([object(), lambda: None], 2, [1, 2], None, (2, '"a"', '"b"'), (0, '"s"'), '"c"', True, True)
     again = pickle.loads(pickle.dumps(made))
     assert again.samples == []
     made.samples = []

@@ -92,5 +92,5 @@ def test_a_turn_takes_what_was_left_out_of_it_along_and_no_bytes_where_that_is_n
 
 def test_a_batch_without_a_sample_is_nothing_unless_it_shows_a_shape() -> None:
     assert Fetched([left_out(1)]).nothing
-    assert not Fetched([left_out(1)], digest=3).nothing
+    assert not Fetched([left_out(1)], entry=3).nothing
     assert not Fetched([left_out(1)], shape=True).nothing

@@ -232,7 +232,7 @@ def move(position: LanesPosition, number: int, kind: str, size: int, count: int)
         lane.end(Made(ended=True, carry=f'"end {count}"', rolled=count % 3 == 0))
     else:
         opened = (0, '"open"') if lane.anchor is None else None
-        made = Made([0] * size, size, digests, capture, opened, f'"carry {count}"', rolled=kind == "roll")
+        made = Made([0] * size, size, digests, None, capture, opened, f'"carry {count}"', rolled=kind == "roll")
         lane.deliver(made, size)
 
 
@@ -274,7 +274,7 @@ def test_the_order_of_a_map_style_dataset_gets_back_too(steps: list[tuple[int, b
         if over:
             position.next_epoch(None)
         position.deliver(position.rows + size, number)
-        position.cursor.deliver(Made([0] * size, size, [number], (number, '"a"', '"b"'), (0, '"open"')), size)
+        position.cursor.deliver(Made([0] * size, size, [number], None, (number, '"a"', '"b"'), (0, '"open"')), size)
         known.append((tensor(), written(position)))
         trail.note(known[-1][0], position)
         if number in settled:

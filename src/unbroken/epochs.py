@@ -13,11 +13,18 @@ from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder
 from unbroken.seeding import key
 
-__all__ = ["PutBack", "begin_afresh", "begin_pass", "draw_run", "end_pass", "epoch_holders", "is_next_due"]
+__all__ = ["begin_afresh", "begin_pass", "draw_run", "end_pass", "epoch_holders", "is_next_due", "put_back_epochs"]
 
 
-class PutBack(int):
+class _PutBack(int):
     """An epoch that a load put back, and no ``set_epoch`` of the user's has replaced since."""
+
+
+def put_back_epochs(loader: DataLoader[Any], position: Position) -> None:
+    """Give the user's objects the epochs that they had when the epoch of a position began."""
+    for name, holder in epoch_holders(loader).items():
+        if name in position.epochs:
+            holder.set_epoch(_PutBack(position.epochs[name]))
 
 
 def begin_afresh(position: Position, pristine: str | None) -> None:
@@ -34,7 +41,7 @@ def check_epochs(saved: Mapping[str, int], now: Mapping[str, int], *, over: bool
     A loop that begins with the epoch that was going on would deliver the next one's rows in the order of the last.
     """
     for name in saved.keys() & now.keys() if over else ():
-        if saved[name] == now[name] and not isinstance(now[name], PutBack):
+        if saved[name] == now[name] and not isinstance(now[name], _PutBack):
             raise ValueError(
                 f"The {name} was set to epoch {now[name]}, of which everything was delivered before the position was "
                 f"saved: the next epoch is due. Call set_epoch({saved[name] + 1}), and let the loop begin there."
@@ -110,7 +117,7 @@ def epoch_holders(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         name: holder
         for name, holder in holders
-        if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) in (int, PutBack)
+        if callable(getattr(holder, "set_epoch", None)) and type(getattr(holder, "epoch", None)) in (int, _PutBack)
     }
 
 

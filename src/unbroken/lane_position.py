@@ -9,7 +9,7 @@ import orjson
 
 from unbroken.anchor import Anchor
 from unbroken.errors import InvalidState
-from unbroken.ledger import fold, fold_one
+from unbroken.ledger import fold_one
 from unbroken.made import Made, Turn
 from unbroken.state import fragment, list_of, resealed, whole
 
@@ -32,7 +32,7 @@ class LanePosition:
     are seeded per batch, so samples that are made again need the bounds of the batches they were in. A batch in which
     samples failed and were left out is ``[first sample, how many with those, *the numbers of those]``: ``delivered``
     and all numbers of samples count what was asked of the dataset.
-    ``ledger`` is the count of samples over all epochs, and a rolling digest of the last sample of each turn.
+    ``ledger`` is the count of samples over all epochs, and a rolling digest of all turns (see ``entry_of``).
     ``exact`` says that states are exact by construction (a stream's, or trusted ones): no witness is needed.
     """
 
@@ -59,7 +59,8 @@ class LanePosition:
         self.turns += 1
         self.delivered += number + len(out)
         self.last = made.digests[-1]
-        self.ledger = (self.ledger[0] + number, fold(self.ledger[1], [self.last]))
+        entry = self.last if made.entry is None else made.entry
+        self.ledger = (self.ledger[0] + number, fold_one(self.ledger[1], entry))
         if made.opened is not None:
             self.anchor = Anchor(0, None, made.opened[1])
         if out:
@@ -123,6 +124,11 @@ class LanePosition:
         self.ended, self.carry = True, carry
         self.next_epoch(None)
         self.turns = turns
+
+    def put_back(self, ledger: tuple[int, int]) -> None:
+        """What was counted last was left out, and is in no ledger."""
+        if self.ledger != ledger:
+            self.ledger, self._json = ledger, None
 
     @property
     def dropped(self) -> bool:

@@ -70,6 +70,7 @@ class Leaves:
             "kind": self.kind,
             "lanes": lanes,
             "ranks": ranks,
+            "world": self.mine.step if self.shared else None,  # only told: it may be another at a load
             "fingerprint": self.fingerprint,
         }
         return orjson.dumps(header).decode()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-__all__ = ["digest", "fold", "fold_one"]
+__all__ = ["digest", "entry_of", "fold", "fold_one"]
 
 _PARTS = 4
 _SMALL = 1024
@@ -53,6 +53,14 @@ def _digest(value: Any, cap: int) -> int:
     if kind is dict:
         return _of_dict(value, cap)
     return _of_container(value, cap)
+
+
+def entry_of(samples: list[Any], last: int) -> int:
+    """What stands for a batch in a ledger: how many samples it has, the digest of the ``last``, and that of the one in
+    the middle: at most 64 kB are read of a batch. For a single sample it is its digest.
+    """
+    count = len(samples)
+    return last if count == 1 else fold(count, [digest(samples[(count - 1) // 2]), last])
 
 
 def fold_one(ledger: int, digest: int) -> int:

@@ -15,15 +15,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from unbroken.contexts import Context
 from unbroken.engine.agree import new_ballot
-from unbroken.engine.cursor import Rules
 from unbroken.engine.custom import SamplerTurns
 from unbroken.engine.engine import Engine
 from unbroken.engine.epoch import Epoch, Run
 from unbroken.engine.feeds import Feed
-from unbroken.engine.opening import TorchOpening
+from unbroken.engine.opening import pristine_of
 from unbroken.engine.setup import new_engine, new_feed, new_rules
 from unbroken.engine.stored import Kept
-from unbroken.epochs import PutBack, begin_afresh, begin_pass, draw_run, end_pass, epoch_holders, is_next_due
+from unbroken.epochs import begin_afresh, begin_pass, draw_run, end_pass, epoch_holders, is_next_due, put_back_epochs
 from unbroken.lane_position import LanePosition
 from unbroken.lanes import lanes_of_rank
 from unbroken.leaves import Leaves
@@ -31,6 +30,7 @@ from unbroken.options import check_options, distributed_rank, say_once
 from unbroken.ordering import WatchedBatchSampler, fingerprint_of, length_in_batches, settle, tell_of_ranks
 from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.skipped import Skipped
+from unbroken.steps import joined, to_leave_out
 from unbroken.trail import Trail, check_made_again
 
 __all__ = ["StatefulDataLoader"]
@@ -46,8 +46,8 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
     torchdata's. Besides, ``multiprocessing_context="thread"`` has threads of this process run the lanes of a stream.
     The others:
 
-    seed: a whole number from which all random numbers come, by place. No global random number is drawn then, and the
-        global generators of torch, numpy and random are left as they are.
+    seed: a whole number from which all random numbers come, by place. The global generators of torch, numpy and random
+        are left as they are then.
     seed_by: ``"batch"`` seeds the global generators once a batch; ``"sample"`` before every sample, which makes random
         numbers independent of the batch size and of ranks too.
     lanes: the number of logical workers of an iterable dataset, fixed for a run while processes and ranks come and go.
@@ -73,8 +73,8 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
     in_order: ``False`` delivers what is ready, and still nothing twice and everything once.
     save_prefetched: for data that cannot be read again (a queue, a socket): batches that were made ahead are put into
         the position, and are delivered first after a load. ``iter()`` goes on where the last one stopped.
-    max_prefetch_bytes: the most shared memory for batches that worker processes make ahead; batches that you hold do
-        not count. One is always made, however large. A batch larger than those before it is counted once it is made.
+    max_prefetch_bytes: the most shared memory for batches that worker processes make ahead, without those that you
+        hold. One is always made; one that is larger than those before it is counted once it is made.
 
     Raises what torch raises for its own arguments, ``ValueError`` or ``TypeError`` for the others, and ``LaneError``.
     Where ranks end together, ``next()`` raises ``PeerFailed`` if another rank failed.
@@ -182,6 +182,17 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         """What ``on_error="skip"`` left out in this run, on this rank: a ``count``, and the ``last`` by name."""
         return Skipped.of_position(self._position.skipped)
 
+    def skip(self, batches: int | range) -> None:
+        """Leave out the next ``batches``; or, as a ``range``, those steps of the run, which count what was delivered or
+        left out on this rank, from 0. Call it on all ranks at the same step.
+
+        It is kept in the position: resumed anywhere, the same steps are left out, and the rest is as it would have
+        been. Batches of a map-style dataset are not made, those of other datasets are made and let go. A load replaces
+        what was to be left out. Raises ``ValueError`` for steps that were delivered.
+        """
+        first, stop = to_leave_out(batches, self._position.step)
+        self._trail.leave_out(joined(self._position.passed, first, stop), self._position, self._gone)
+
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Stand where a position says; the next ``iter()``, or the next batch of a live iterator, goes on there.
 
@@ -207,9 +218,7 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         if self._ballot is not None:
             self._ballot = self._ballot.anew(resumed=resumed)
         begin_afresh(position, self._pristine)
-        for name, holder in epoch_holders(self).items():
-            if name in position.epochs:
-                holder.set_epoch(PutBack(position.epochs[name]))
+        put_back_epochs(self, position)
         self._kept.forget()
         self._close_engine()
         if (live := self._live()) is not None and not live.finished:
@@ -248,7 +257,12 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         self._trail.settle(self._gone)
         before = self._position, self._begun, self._resumed, self._gone
         try:
-            self._position = self._stand_for_pass(self._position.copy())
+            position = self._position.copy()
+            epochs = {name: holder.epoch for name, holder in epoch_holders(self).items()}
+            if is_next_due(position, self._options, self._order, epochs, begun=self._begun, resumed=self._resumed):
+                self._to_next_epoch(position, ended=position.stopped)
+            begin_pass(position, self._options, epochs)
+            self._position = position
             if self._ballot is not None:
                 self._ballot = self._ballot.anew(resumed=self._resumed)
             resumed, self._resumed, self._begun = self._resumed, False, True
@@ -261,14 +275,6 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
             raise
         self._iterating = weakref.ref(epoch)
         return epoch
-
-    def _stand_for_pass(self, position: Position) -> Position:
-        """A position as a new pass begins with it: of the next epoch, where one was begun or is over."""
-        options, holders = self._options, {name: holder.epoch for name, holder in epoch_holders(self).items()}
-        if is_next_due(position, options, self._order, holders, begun=self._begun, resumed=self._resumed):
-            self._to_next_epoch(position, ended=position.stopped)
-        begin_pass(position, options, holders)
-        return position
 
     def _to_next_epoch(self, position: Position, *, ended: bool) -> None:
         """``ended``: what a sampler of the user's had come to at the end is carried into the next epoch."""
@@ -288,7 +294,10 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         self._resumed = False
         self._begun = True
         draw_run(position, self._options, self.generator)
-        rules = self._rules(position)
+        subject = self._order.base if self._order is not None and self._order.kind == "custom" else self.dataset
+        if self._pristine is None and (self._kind == "iterable" or subject is not self.dataset):
+            self._pristine = pristine_of(subject)
+        rules = new_rules(self, self._kind, position, self._options, self._pristine)
         if self._live() is epoch:  # it was begun before, so that the dataset is no longer what it was
             begin_afresh(position, self._pristine)
         engine = self._engine
@@ -332,6 +341,13 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         if self.is_live(epoch):
             self._trail.note(batch, self._position)
 
+    def pass_over(self, epoch: Epoch, commit: Callable[[], None]) -> None:
+        """For the iterator: a batch is left out. That of an older one moves a position of its own."""
+        if self.is_live(epoch):
+            self._trail.pass_over(self._position, self._gone, commit)
+        else:
+            commit()
+
     def finish(self, epoch: Epoch, *, going_on: bool) -> None:
         """For the iterator: its epoch is over. Done at once, with the last statement: no interrupt parts it."""
         if not self.is_live(epoch):
@@ -346,13 +362,6 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         if not waited and not stopped:
             self._to_next_epoch(position, ended=True)
         self._position, self._ballot, self._begun, epoch.finished = position, ballot, position.stopped, not going_on
-
-    def _rules(self, position: Position) -> Rules:
-        subject = self._order.base if self._order is not None and self._order.kind == "custom" else self.dataset
-        if self._pristine is None and (self._kind == "iterable" or subject is not self.dataset):
-            what = f"the state_dict() of {type(subject).__qualname__}"
-            self._pristine = TorchOpening(subject, use_state=True, what=what).carry()
-        return new_rules(self, self._kind, position, self._options, self._pristine)
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -379,5 +388,5 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         """Batches of an epoch on this rank; for iterable datasets torch's estimate from ``len(dataset)``."""
         if self._order is not None:
             return self._order.batches()
-        length = self._reported_length = len(self.dataset)  # type: ignore[arg-type]
-        return length_in_batches(length, self.batch_size, self.drop_last)
+        self._reported_length = len(self.dataset)  # type: ignore[arg-type]
+        return length_in_batches(self._reported_length, self.batch_size, self.drop_last)

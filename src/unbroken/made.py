@@ -17,6 +17,7 @@ class Made:
     """One turn of a lane as the cursor made it: its samples, how many, and what was captured on the way.
 
     ``digests`` are those of the last samples of the turn, one or more: the place is checked by them on a resume.
+    ``entry`` is what stands for the turn in the ledger, where that is not the last of them.
 
     ``capture`` is ``(at, before, after)``: the sealed states before and after sample ``at - 1``; the first is None
     where ``after`` stands alone. ``opened`` is the sealed state at the opening of the epoch, sent once. A turn of an
@@ -27,6 +28,7 @@ class Made:
     samples: list[Any] = field(default_factory=list)
     number: int = 0
     digests: list[int] = field(default_factory=list)
+    entry: int | None = None
     capture: tuple[int, str | None, str | None] | None = None
     opened: tuple[int, str | None] | None = None
     carry: str | None = None
@@ -41,7 +43,7 @@ class Made:
 
     def __reduce__(self) -> tuple[type[Made], tuple[Any, ...]]:
         """A turn on its way from a worker: its samples travel by themselves."""
-        others = self.capture, self.opened, self.carry, self.ended, self.unaware, self.rolled, self.origins
+        others = self.entry, self.capture, self.opened, self.carry, self.ended, self.unaware, self.rolled, self.origins
         if self.left_out:
             return Made, ([], self.number, self.digests, *others, self.left_out)
         return Made, ([], self.number, self.digests, *others)

@@ -16,11 +16,12 @@ import orjson
 
 from unbroken.errors import InvalidState
 from unbroken.lane_position import ROW, LanePosition, Mark
-from unbroken.ledger import fold
+from unbroken.ledger import fold_one
 from unbroken.made import Turn
 from unbroken.prefetched import Held, held_of_lanes, held_to_json
 from unbroken.skipped import Skipped
 from unbroken.state import checked_sampler, list_of, whole
+from unbroken.steps import Steps, lies_in, read_steps
 
 __all__ = ["LanesPosition", "MapPosition", "Position"]
 
@@ -30,7 +31,8 @@ class Position(ABC):
 
     ``run`` is the run's key. Ranks may end an epoch at different steps, so they agree about the steps of an epoch only.
     ``epochs`` are the ``epoch`` attributes that the user's dataset and sampler had when the epoch began. ``stopped``:
-    all ranks ended the epoch together, before the first step that some rank could not fill.
+    all ranks ended the epoch together, before the first step that some rank could not fill. ``passed`` are the steps
+    that are left out, whether they are over or lie ahead.
     """
 
     step: int
@@ -38,8 +40,22 @@ class Position(ABC):
     run: int | None
     epochs: dict[str, int]
     stopped: bool
+    passed: Steps
     skipped: Skipped | dict[int, Skipped]
     """What was left out, in all or of each lane."""
+
+    @property
+    def passing(self) -> bool:
+        """Whether the next step is one that is left out."""
+        return bool(self.passed) and lies_in(self.step, self.passed)
+
+    @abstractmethod
+    def ledgers(self) -> Any:
+        """The ledgers as they are, for ``put_back``."""
+
+    @abstractmethod
+    def put_back(self, ledgers: Any) -> None:
+        """A step was counted that is left out, and nothing of it was delivered."""
 
     @property
     @abstractmethod
@@ -95,9 +111,17 @@ class LanesPosition(Position):
     epochs: dict[str, int] = field(default_factory=dict)
     stopped: bool = False
     noted: int | None = None
+    passed: Steps = ()
     skipped: dict[int, Skipped] = field(default_factory=dict)
     moved: list[Mark] | None = field(default=None, init=False, repr=False, compare=False)
     held: dict[int, deque[Held]] = field(default_factory=dict, init=False, repr=False)
+
+    def ledgers(self) -> dict[int, tuple[int, int]]:
+        return {number: lane.ledger for number, lane in self.lanes.items()}
+
+    def put_back(self, ledgers: dict[int, tuple[int, int]]) -> None:
+        for number, ledger in ledgers.items():
+            self.lanes[number].put_back(ledger)
 
     @property
     def epoch(self) -> int:
@@ -241,22 +265,29 @@ class MapPosition(Position):
     epochs: dict[str, int] = field(default_factory=dict)
     cursor: LanePosition = field(default_factory=LanePosition)
     stopped: bool = False
+    passed: Steps = ()
     skipped: Skipped = field(default_factory=Skipped)
     beyond: tuple[tuple[int, int], ...] = ()
+
+    def ledgers(self) -> int:
+        return self.ledger
+
+    def put_back(self, ledgers: int) -> None:
+        self.ledger = ledgers
 
     @property
     def mid_epoch(self) -> bool:
         return self.rows > 0 or bool(self.beyond)
 
-    def deliver(self, rows: int, digest: int | None) -> None:
-        """Count a delivered batch, whose last sample has this digest; ``rows`` of the global order are done with it.
+    def deliver(self, rows: int, entry: int | None) -> None:
+        """Count a delivered batch with its entry in the ledger; ``rows`` of the global order are done with it.
 
-        A batch with no row in it has no digest.
+        A batch with no row in it has no entry.
         """
         self.rows = rows
         self.step += 1
-        if digest is not None:
-            self.ledger = fold(self.ledger, [digest])
+        if entry is not None:
+            self.ledger = fold_one(self.ledger, entry)
 
     def next_epoch(self, pristine: str | None) -> None:
         self.epoch += 1
@@ -300,7 +331,7 @@ class MapPosition(Position):
     def from_leaf(leaf: Mapping[str, Any], name: str) -> MapPosition:
         """Read a leaf. Raises ``InvalidState`` where a field is missing or of another type."""
         try:
-            step, began, run, epochs, stopped, _ = _head_of(leaf, name)
+            step, began, run, epochs, stopped, _, passed = _head_of(leaf, name)
             return MapPosition(
                 epoch=whole(leaf["epoch"]),
                 rows=whole(leaf["rows"]),
@@ -312,6 +343,7 @@ class MapPosition(Position):
                 epochs=epochs,
                 cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
                 stopped=stopped,
+                passed=passed,
                 skipped=Skipped.of(leaf, name),
                 beyond=_ranges(leaf.get("beyond", [])),
             )
@@ -333,21 +365,32 @@ def _ranges(saved: Any) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _head_of(leaf: Mapping[str, Any], name: str) -> tuple[int, int, int | None, dict[str, int], bool, int | None]:
+_Head = tuple[int, int, "int | None", dict[str, int], bool, "int | None", Steps]
+
+
+def _head_of(leaf: Mapping[str, Any], name: str) -> _Head:
     """The fields of ``_leaf``. Those that are seldom needed may be missing."""
     try:
         epochs = {name: whole(epoch) for name, epoch in leaf["epochs"].items()}
         run = None if leaf["run"] is None else whole(leaf["run"])
         noted = None if leaf.get("noted") is None else whole(leaf["noted"])
-        return whole(leaf["step"]), whole(leaf["began"]), run, epochs, bool(leaf.get("stopped")), noted
-    except (KeyError, ValueError, AttributeError) as error:
+        passed = read_steps(leaf.get("passed", []))
+        return whole(leaf["step"]), whole(leaf["began"]), run, epochs, bool(leaf.get("stopped")), noted, passed
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
 
 
 def _leaf(position: Position, **fields: Any) -> str:
-    head = {"step": position.step, "began": position.began, "run": position.run, "epochs": position.epochs}
+    head: dict[str, Any] = {
+        "step": position.step,
+        "began": position.began,
+        "run": position.run,
+        "epochs": position.epochs,
+    }
     if position.stopped:
         head["stopped"] = True
     if isinstance(position, LanesPosition) and position.noted is not None:
         head["noted"] = position.noted
+    if position.passed:
+        head["passed"] = position.passed
     return orjson.dumps(head | fields).decode()

@@ -39,7 +39,7 @@ def held_to_json(held: Iterable[Held], lane: int) -> str:
 
 def _fields(turn: Held, lane: int, number: int, count: int) -> dict[str, Any]:
     made = turn.made
-    fields: dict[str, Any] = {"number": made.number, "digests": made.digests}
+    fields: dict[str, Any] = {"number": made.number, "digests": made.digests, "entry": made.entry}
     if made.capture is not None and number == count:
         fields["capture"] = made.capture[0], fragment(made.capture[2])
     if made.opened is not None:
@@ -72,6 +72,7 @@ def _read(fields: Mapping[str, Any]) -> Held:
     made = Made(
         number=whole(fields["number"]),
         digests=[whole(digest) for digest in fields["digests"]],
+        entry=None if fields["entry"] is None else whole(fields["entry"]),
         carry=resealed(fields.get("carry")),
         ended=bool(fields.get("ended")),
         rolled=bool(fields.get("rolled")),

@@ -55,7 +55,7 @@ def _utf8(text: str) -> str:
 
 @final
 class Fetched(NamedTuple):
-    """A batch of a map-style dataset some samples of which were left out: those, and the digest of the last of the
+    """A batch of a map-style dataset some samples of which were left out: those, and the entry in the ledger of the
     others, None where there is no other.
 
     ``shape``: its batch is another row, to show what a batch looks like. ``before``: what was passed over since the
@@ -63,14 +63,14 @@ class Fetched(NamedTuple):
     """
 
     left_out: Sequence[LeftOut]
-    digest: int | None = None
+    entry: int | None = None
     shape: bool = False
     before: Sequence[tuple[Any, Any]] = ()
 
     @property
     def nothing(self) -> bool:
         """Whether there is no batch to deliver."""
-        return self.digest is None and not self.shape
+        return self.entry is None and not self.shape
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from itertools import islice
 from types import FunctionType, ModuleType
@@ -17,6 +17,7 @@ import torch
 from unbroken.lane_position import Mark
 from unbroken.locks import new_lock
 from unbroken.position import Position
+from unbroken.steps import Steps
 
 __all__ = ["LENGTH", "Trail", "check_made_again"]
 
@@ -111,6 +112,29 @@ class Trail:
             self._batches = deque(batches, maxlen=LENGTH)
             self._position.forget_marks()
             self._position = self._last = self._sure = None
+
+    def leave_out(self, passed: Steps, position: Position, gone: dict[str, Any]) -> None:
+        """These steps are to be left out: also from where the position is after each batch that is known."""
+        with self.lock:
+            begun = self._position is not None
+            self.settle(gone)
+            for _, place in self._batches:
+                if isinstance(place, _Settled):
+                    place.position.passed = passed
+            position.passed = passed
+            if begun:
+                self.begin(position)
+
+    def pass_over(self, position: Position, gone: dict[str, Any], commit: Callable[[], None]) -> None:
+        """Count a step that is left out. It stays done, whatever interrupts what comes next."""
+        with self.lock:
+            if not all(isinstance(place, _Settled) for _, place in self._batches):
+                self.settle(gone)
+                self.begin(position)
+            ledgers = position.ledgers()
+            commit()
+            position.put_back(ledgers)
+            self.begin(position)
 
     def clear(self) -> None:
         """Know no batch."""

@@ -238,6 +238,10 @@ class Together(Feed):
                 )
         return Prepared(emptied(ballot.template), _PADDING)
 
+    @property
+    def passing(self) -> bool:
+        return self._position.passing
+
     def commit(self, record: Any) -> None:
         if record is _PADDING:
             self._position.step += 1

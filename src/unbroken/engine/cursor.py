@@ -16,7 +16,7 @@ from unbroken.engine.pace import Pace
 from unbroken.engine.skipping import pass_over
 from unbroken.errors import InexactDataset, InvalidState
 from unbroken.lane_position import LanePosition
-from unbroken.ledger import digest
+from unbroken.ledger import digest, entry_of
 from unbroken.made import Made, Turn
 from unbroken.seeding import Globals, key, seed_globals, write_globals
 from unbroken.skipped import LeftOut, Skipping
@@ -172,7 +172,7 @@ class Cursor:
                 self._capture(made)
         self._digest(made)
         if self._exhausted and (not made.samples or (rules.drop_last and len(made.samples) < size)):
-            made.samples, made.digests, made.number, made.capture = [], [], 0, None
+            made.samples, made.digests, made.entry, made.number, made.capture = [], [], None, 0, None
             made.ended, made.carry = True, self._start.carry
         self._pace.note(perf_counter() - began, found=made.capture is not None)
 
@@ -221,6 +221,8 @@ class Cursor:
         if made.left_out:  # neighbours have nothing between them
             tail = min(tail, max(1, self._next - 1 - made.left_out[-1].number))
         made.digests = [digest(sample) for sample in made.samples[-tail:]]
+        if made.number > 1:
+            made.entry = entry_of(made.samples, made.digests[-1])
 
     def _capture(self, made: Made) -> None:
         began = perf_counter()

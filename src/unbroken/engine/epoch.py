@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, final
 
 from unbroken.engine.engine import Engine, OfAnotherProcess, TakenOver
@@ -43,6 +44,10 @@ class Run(ABC):
     @abstractmethod
     def delivered(self, epoch: Epoch, batch: Any) -> None:
         """A batch is handed out, and the position is the one after it."""
+
+    @abstractmethod
+    def pass_over(self, epoch: Epoch, commit: Callable[[], None]) -> None:
+        """Count a batch that is left out, by ``commit``."""
 
     @abstractmethod
     def finish(self, epoch: Epoch, *, going_on: bool) -> None:
@@ -133,6 +138,10 @@ class Epoch(Iterator[Any]):
                 if self._prepared is None:  # else it could not be pinned
                     self._prepared = feed.make()
                 batch, record = self._prepared
+                if feed.passing:
+                    self._prepared = None
+                    self._run.pass_over(self, partial(feed.commit, record))
+                    continue
                 if self._pin:
                     batch = pin(batch)
                 self._prepared = None

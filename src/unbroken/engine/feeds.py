@@ -26,6 +26,7 @@ from unbroken.made import Made
 from unbroken.position import MapPosition
 from unbroken.sampling import Step
 from unbroken.skipped import Fetched, Skipping
+from unbroken.steps import lies_in
 
 __all__ = ["Feed", "LaneFeed", "MapFeed", "Prepared"]
 
@@ -65,6 +66,11 @@ class Feed(ABC):
     def ready(self) -> bool:
         """Whether the next batch could be made now, without waiting for a worker."""
         return True
+
+    @property
+    @abstractmethod
+    def passing(self) -> bool:
+        """Whether the batch that is delivered next is of a step that is to be left out."""
 
     @property
     def keeps(self) -> bool:
@@ -114,7 +120,9 @@ class MapFeed(Feed):
         self._over: TooManySkipped | None = None
         self._front = Front(position, steps, cursor_size)
         self._in_order = in_order
-        self._queue: deque[tuple[int, int, Step]] = deque()  # ticket, number of the step, step
+        # Ticket (None for a step that is to be left out, for which nothing is asked), number of the step, step.
+        self._queue: deque[tuple[int | None, int, Step]] = deque()
+        self._made = 0  # and not delivered
         self._broken: Exception | None = None
         self._late: Exception | None = None
         self._known = 0  # the id of what was raised last
@@ -124,6 +132,7 @@ class MapFeed(Feed):
         self._known = 0
         while (prepared := self._next()) is None:
             pass  # nothing was left of a batch
+        self._made += 1
         return prepared
 
     def _next(self) -> Prepared | None:
@@ -140,12 +149,21 @@ class MapFeed(Feed):
             raise StopIteration
         place = 0
         if not self._in_order:
-            tickets = [ticket for ticket, _, _ in self._queue]
+            tickets = [ticket for ticket, _, _ in self._queue if ticket is not None]
             place = tickets.index(self._engine.first_of(tickets))
         ticket, number, step = self._queue[place]
+        left_out = self._is_left_out(self._made)
+        if ticket is None and left_out:
+            self._queue.popleft()
+            return Prepared(None, (number, None))
         try:
+            if ticket is None:  # one before it failed, so that its number is another one
+                ticket = self._ask(step)
             reply = self._engine.collect(ticket)
         except Exception as error:
+            if id(error) == self._engine.failed and left_out and self._in_order:
+                del self._queue[place]
+                return Prepared(None, (number, None))
             if id(error) == self._engine.failed:
                 del self._queue[place]  # a batch that fails is passed over if the user goes on, as in torch
                 self._front.fail(number)
@@ -178,12 +196,21 @@ class MapFeed(Feed):
         made, self._passed = made._replace(before=self._passed), []
         return Prepared(emptied(reply.batch) if made.shape else reply.batch, (number, made))
 
+    @property
+    def passing(self) -> bool:
+        return self._position.passing
+
+    def _is_left_out(self, ahead: int) -> bool:
+        """Whether the step is to be left out that is so many ahead of the next one."""
+        return bool(self._position.passed) and lies_in(self._position.step + ahead, self._position.passed)
+
     def commit(self, record: tuple[int, int | Fetched | None]) -> None:
+        self._made -= 1
         number, made = record
         if isinstance(made, Fetched):
             self._pass_over(made.before)
             self._watch.deliver(made.left_out)
-            made = made.digest
+            made = made.entry
         self._front.deliver(number, made)
 
     def _pass_over(self, passed: Sequence[tuple[int, Fetched]]) -> None:
@@ -201,7 +228,7 @@ class MapFeed(Feed):
 
     def ready(self) -> bool:
         tickets = [ticket for ticket, _, _ in self._queue]
-        return not tickets or any(map(self._engine.ready, tickets[:1] if self._in_order else tickets))
+        return not tickets or any(t is None or self._engine.ready(t) for t in tickets[: 1 if self._in_order else None])
 
     def _fill(self, wanted: int) -> None:
         while self._broken is None and len(self._queue) < wanted and (not self._queue or self._engine.has_room()):
@@ -215,10 +242,11 @@ class MapFeed(Feed):
             if found is None:
                 return
             number, step = found
-            epoch = self._position.epoch if step.epoch is None else step.epoch
-            task = MapTask(epoch, step.place, step.stride, step.indices, step.length)
+            if self._in_order and self._is_left_out(self._made + len(self._queue)):
+                self._queue.append((None, number, step))
+                continue
             try:
-                ticket = self._engine.submit(self._engine.least_busy(), task)
+                ticket = self._ask(step)
             except WorkerDied as error:
                 self._broken = error
                 return
@@ -228,6 +256,11 @@ class MapFeed(Feed):
                     self._known = id(error)
                 raise
             self._queue.append((ticket, number, step))
+
+    def _ask(self, step: Step) -> int:
+        epoch = self._position.epoch if step.epoch is None else step.epoch
+        task = MapTask(epoch, step.place, step.stride, step.indices, step.length)
+        return self._engine.submit(self._engine.least_busy(), task)
 
 
 _Turns = tuple[list[tuple[int, Made]], int, Made]
@@ -292,6 +325,10 @@ class LaneFeed(Feed):
         if (self._ends and not self._begun) or lanes.endless:
             lanes.check_data()
         raise StopIteration
+
+    @property
+    def passing(self) -> bool:
+        return self._lanes.position.passing
 
     def commit(self, record: _Turns) -> None:
         ends, number, made = record

@@ -72,7 +72,7 @@ class Front:
         """A step could not be made. With the next delivery it is passed over."""
         self._failed.append(number)
 
-    def deliver(self, number: int, digest: int | None) -> None:
+    def deliver(self, number: int, entry: int | None) -> None:
         """Count a delivered step."""
         if number == self._first and not (self._failed or self._before or self._done):  # as it is in order
             self._first += 1
@@ -80,7 +80,7 @@ class Front:
         else:
             self.pass_over((*self._failed, number))
             self._failed.clear()
-        self._position.deliver(self._position.rows, digest)
+        self._position.deliver(self._position.rows, entry)
 
     def pass_over(self, numbers: Iterable[int]) -> None:
         """These steps are done, with or without a delivery."""

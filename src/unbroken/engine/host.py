@@ -19,8 +19,9 @@ from unbroken.engine.skipping import Sound
 from unbroken.engine.wire import Encoded, collate, encode
 from unbroken.lane_position import LanePosition
 from unbroken.lanes import Lane
-from unbroken.ledger import digest
+from unbroken.ledger import digest, entry_of
 from unbroken.made import Made, Turn
+from unbroken.meters import Meter
 from unbroken.seeding import key, seed_globals
 from unbroken.skipped import Fetched
 
@@ -123,6 +124,7 @@ class Host:
         self._info: Any = None
         self._initialised: set[int] = set()
         self.notes: Any = None  # a worker's (see ``notes``): what it is on
+        self.meter = Meter()
         if plan.kind == "map" and plan.hosts:
             self._info = lane_info(number, plan.hosts, key(plan.rules.run, "worker", number), plan.dataset)
             self._initialise(number, self._info)
@@ -159,7 +161,7 @@ class Host:
             self._initialise(lane, info)
         if plan.kind == "stream":
             of_run = Lane(lane, plan.lanes, start.epoch, plan.rules.run)
-            opening: Opening = StreamOpening(dataset, of_run, lineage=plan.rules.lineage)
+            opening: Opening = StreamOpening(dataset, of_run, self.meter, lineage=plan.rules.lineage)
         else:
             what = f"the state_dict() of {type(dataset).__qualname__}"
             opening = TorchOpening(dataset, use_state=plan.rules.resume != "replay", what=what)
@@ -235,13 +237,13 @@ class Host:
             set_worker_info(aside)
 
     def batch(self, task: MapTask) -> tuple[Any, Any]:
-        """The samples of a batch, and what there is to count of it: the digest of the last one. By the rules some may
+        """The samples of a batch, and what there is to count of it: its entry in the ledger. By the rules some may
         be left out, and it is ``Fetched``.
         """
         plan, skipping = self._plan, self._plan.rules.skipping
         if skipping is None:
             samples = self.fetch(task)
-            return samples, digest(self.last_of(samples))
+            return samples, self._entry_of(samples)
         by_sample = plan.rules.seed_by == "sample"
         sound = Sound(plan.dataset, skipping, plan.rules.run, batched=plan.batched, by_sample=by_sample)
         aside = set_worker_info(self._info)
@@ -249,9 +251,9 @@ class Host:
             indices = task.indices if self.notes is None or not plan.batched else self._noted(task.indices)
             samples, left_out = sound.fetch(task, indices)
             if not left_out:
-                return samples, digest(self.last_of(samples))
+                return samples, self._entry_of(samples)
             if plan.batched and samples:
-                return samples, Fetched(left_out, digest(samples[-1]))
+                return samples, Fetched(left_out, self._entry_of(samples))
             shape = sound.shape(left_out)
             return shape, Fetched(left_out, shape=shape is not None)
         finally:
@@ -261,9 +263,10 @@ class Host:
         for self.notes[1], index in enumerate(indices):
             yield index
 
-    def last_of(self, samples: Any) -> Any:
-        """What stands for a batch of a map-style dataset in the ledger: its last sample."""
-        return samples[-1] if self._plan.batched and isinstance(samples, list) and samples else samples
+    def _entry_of(self, samples: Any) -> int:
+        if self._plan.batched and isinstance(samples, list) and samples:
+            return entry_of(samples, digest(samples[-1]))
+        return digest(samples)
 
     def collate(self, samples: Any) -> Any:
         """A batch, as torch makes it. ``get_worker_info()`` is None meanwhile, or torch would use /dev/shm."""

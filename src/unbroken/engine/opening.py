@@ -6,6 +6,8 @@ iterator or on both; the same without its state (``resume="replay"``, or where i
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -16,9 +18,10 @@ from torch.utils.data import Dataset
 
 from unbroken.errors import UnsealableState
 from unbroken.lanes import Lane, LaneStream
+from unbroken.meters import IDLE, Meter
 from unbroken.state import seal, unseal
 
-__all__ = ["UNTOUCHED", "Opening", "StreamOpening", "TorchOpening", "lane_info", "set_worker_info"]
+__all__ = ["UNTOUCHED", "Opening", "StreamOpening", "TorchOpening", "lane_info", "pristine_of", "set_worker_info"]
 
 
 class _LaneInfo(torch_worker.WorkerInfo):
@@ -154,14 +157,16 @@ class TorchOpening(Opening):
 
 @final
 class StreamOpening(Opening):
-    """One lane of a stream: its iterator's state is exact after every row."""
+    """One lane of a stream: its iterator's state is exact after every row. Where it has a use for a meter, it gets it."""
 
     exact = True
 
-    def __init__(self, stream: LaneStream, lane: Lane, *, lineage: bool = False) -> None:
+    def __init__(self, stream: LaneStream, lane: Lane, meter: Meter = IDLE, *, lineage: bool = False) -> None:
         self._stream = stream
         self._lane = lane
-        self._options = {"lineage": True} if lineage else {}
+        self._options: dict[str, Any] = {"lineage": True} if lineage else {}
+        if _takes_meter(type(stream)):
+            self._options["meter"] = meter
         self._iterator: Any = None
         self.name = type(stream).__qualname__
 
@@ -190,6 +195,20 @@ class StreamOpening(Opening):
 
     def origin(self) -> tuple[Any, ...]:
         return self._iterator.origin()  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=16)  # it is asked for each lane
+def _takes_meter(kind: type[Any]) -> bool:
+    try:
+        return "meter" in inspect.signature(kind.open).parameters
+    except (AttributeError, TypeError, ValueError):  # made in C, or an attribute of the object
+        return False
+
+
+def pristine_of(subject: Any) -> str | None:
+    """The sealed state of the user's object before it was ever opened, where it has one."""
+    what = f"the state_dict() of {type(subject).__qualname__}"
+    return TorchOpening(subject, use_state=True, what=what).carry()
 
 
 def _stateful(subject: Any) -> bool:

@@ -156,6 +156,10 @@ class RowFeed(Feed):
                 rows.append(row)
         return rows
 
+    @property
+    def passing(self) -> bool:
+        return self._lanes.position.passing
+
     def commit(self, record: _Taken) -> None:
         lanes = self._lanes
         deliver_row = lanes.position.deliver_row

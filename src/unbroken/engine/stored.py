@@ -133,6 +133,10 @@ class StoredFeed(Feed):
                 self._lanes.check_data()
             raise StopIteration
 
+    @property
+    def passing(self) -> bool:
+        return self._lanes.position.passing
+
     def commit(self, record: _Record) -> None:
         ends, number = record
         with self._lock:
