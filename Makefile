@@ -31,12 +31,13 @@ check: $(STAMP) ## lint, format and types; changes nothing
 bench: $(STAMP) ## the speed table, peers side by side
 	$(BIN)/python -m benchmarks
 
-docs: $(STAMP) ## run every example in the docs
-	@if [ -f tests/test_docs.py ]; then set -x; $(BIN)/python -m pytest -m "" tests/test_docs.py; \
-	else echo "There are no examples in the docs yet (tests/test_docs.py)."; fi
+docs: $(STAMP) ## build the site into site/, and run every example in it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "The site is in site/: open site/index.html, or serve it with $(BIN)/mkdocs serve."
+	$(BIN)/python -m pytest -m "" tests/test_docs.py tests/test_site.py
 
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The builder is installed first, from the same pins, so that no part of the environment is left to chance.
@@ -44,5 +45,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing unbroken and what it needs into $(VENV) with $(PYTHON), which takes a minute or more ..."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) hatchling editables
-	@$(PIP) --no-build-isolation -e '.[dev,bench]'
+	@$(PIP) --no-build-isolation -e '.[dev,bench,docs]'
 	@touch $@

@@ -4,6 +4,8 @@
     python examples/train.py --data corpus.jsonl --tokenizer tok.json --out runs/one --resume --workers 3
     torchrun --nproc-per-node 2 examples/train.py --data corpus.jsonl --tokenizer tok.json --out runs/one --resume
 
+    python examples/train.py --data corpus.jsonl --tokenizer tok.json --out runs/one --resume --skip 1010:1030
+
     python examples/train.py --data 'web/*.parquet' --text content --tokenizer tok.json --out runs/two
     python examples/train.py --data tokens.bin --dtype uint16 --vocab-size 50257 --out runs/three
     python examples/train.py --data my_mix.py:make_stream --tokenizer tok.json --out runs/four
@@ -47,6 +49,12 @@ Batch = dict[str, Tensor]
 # --- Options -----------------------------------------------------------------------------------------------------
 
 
+def steps(text: str) -> range:
+    """``FIRST:STOP``, as in a slice."""
+    first, stop = map(int, text.split(":"))
+    return range(first, stop)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line, checked."""
     text = argparse.RawDescriptionHelpFormatter
@@ -63,6 +71,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save-every", type=int, default=5, metavar="N", help="steps between checkpoints (%(default)s)")
     add("--out", type=Path, required=True, metavar="DIR", help="where checkpoints and logs go")
     add("--resume", action="store_true", help="go on from the newest complete checkpoint in --out")
+    skip = "leave out these steps of the data, from 0, FIRST up to STOP without it: around a spike of the loss, say"
+    add("--skip", type=steps, metavar="FIRST:STOP", help=f"{skip}. It is kept in the checkpoints")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
     add("--seed", type=int, default=0, help="of weights, dropout and data order (%(default)s)")
     add("--threads", type=int, default=1, help="of torch; losses are equal for equal numbers (%(default)s)")
@@ -290,6 +300,8 @@ def train(args: argparse.Namespace, rank: int, world: int, stop: Stop, checkpoin
     stream, vocab_size = load_data(args)
     training, parts = prepare(args, stream, vocab_size, rank, world)
     resume(args, checkpoints, parts, rank)
+    if args.skip is not None:
+        parts["loader"].skip(args.skip)
     start = training.step
     if start >= args.steps:
         print(f"step {start} of {args.steps} is already reached: nothing to do", flush=True)

@@ -27,6 +27,7 @@ LAYERS = [
     PEERS := {
         "anchor",
         "contexts",
+        "display",
         "epochs",
         "lane_position",
         "lanes",
@@ -35,6 +36,7 @@ LAYERS = [
         "lineage",
         "locks",
         "made",
+        "meters",
         "options",
         "ordering",
         "position",
@@ -42,6 +44,7 @@ LAYERS = [
         "sampling",
         "seeding",
         "skipped",
+        "stats",
         "steps",
         "trail",
     },
@@ -76,12 +79,12 @@ ENGINE_LAYERS = [
     {"crew"},
     {"feeds", "inline", "pool", "threads"},
     {"agree", "epoch", "rows", "stored"},
-    {"setup"},
+    {"measured", "setup"},
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 ENGINE_LAYER = {name: height for height, names in enumerate(ENGINE_LAYERS) for name in names}
 # What every stage may use: none of it is a stage.
-UNDER_STAGES = {"arguments", "best_fit", "course", "identity", "packed", "weights"}
+UNDER_STAGES = {"arguments", "best_fit", "course", "gauge", "identity", "packed", "weights"}
 FORMATS = {"arrow", "huggingface", "jsonl", "parquet", "tar", "tokens"}
 LIBRARIES = {
     "PIL": {"streams.reading.tar"},

@@ -88,6 +88,16 @@ def test_without_the_place_of_the_data_every_batch_and_loss_differs(
         assert check.found.startswith("3 of 3 differ")
 
 
+def test_steps_that_are_left_out_stay_left_out_when_the_run_is_resumed(
+    text: tuple[str, ...], reference: Path, stopped_at_3: Path
+) -> None:
+    for steps in ("--steps=4", "--steps=5"):
+        done = train(text, stopped_at_3, steps, "--resume", "--skip=3:4")
+        assert done.returncode == 0, done.stderr
+    was, now = read_log(reference / "log-rank0.jsonl"), read_log(stopped_at_3 / "log-rank0.jsonl")
+    assert [now[step].rows for step in (4, 5)] == [was[step].rows for step in (5, 6)]
+
+
 MIX = """
 import unbroken
 

@@ -242,6 +242,8 @@ def test_an_older_iterator_keeps_what_was_left_out_when_it_was_the_newest() -> N
     [
         (-1, ValueError, "load a position that was saved before"),
         (range(1, 4), ValueError, "the next step is 2"),
+        (range(1, 1 << 40), ValueError, "the next step is 2"),
+        (range(-4, 5), ValueError, "the next step is 2"),
         (range(2, 9, 2), ValueError, "goes up by one"),
         (2.0, TypeError, "a number of batches, or a range of steps"),
         (True, TypeError, "a number of batches"),
@@ -255,6 +257,21 @@ def test_what_cannot_be_left_out_is_refused(batches: Any, error: type[Exception]
     with pytest.raises(error, match=text):
         loader.skip(batches)
     assert loader.state_dict() == before
+
+
+def test_what_was_left_out_may_be_asked_for_again() -> None:
+    """So a program may be started again with the same arguments."""
+    loader = over_map()
+    loader.skip(range(2, 5))
+    taken = iter(loader)
+    values(next(taken) for _ in range(3))
+    before = loader.state_dict()
+    loader.skip(range(2, 5))
+    assert loader.state_dict() == before
+    with pytest.raises(ValueError, match="the next step is 6"):
+        loader.skip(range(3, 8))
+    loader.skip(range(6, 8))
+    assert values(taken) == values(over_map())[8:]
 
 
 def test_nothing_is_left_out_by_zero_and_by_an_empty_range() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ import pytest
 import torch
 
 from tests import datasets
+from tests.audit import victims
+from tests.audit.here import Here, globals_put_back
+from unbroken import testing
+from unbroken.audit.judging import run_audit
 from unbroken.testing import NotExact, Point, assert_resumes_exactly, rows_of
 
 
@@ -342,3 +347,108 @@ def test_another_loader_passes_where_it_is_exact(dataset: Any, num_workers: int)
 def test_another_loader_is_caught_where_it_is_not_exact(dataset: Any) -> None:
     with pytest.raises(NotExact):
         assert_resumes_exactly(lambda: Peer(dataset(22), batch_size=2), epochs=0, restore_points=IN_ONE_EPOCH)
+
+
+class OnItsIterator:
+    """The state lies on the iterator, as Grain has it; ``shift`` is what a load does wrong."""
+
+    class Pass:
+        def __init__(self, shift: int) -> None:
+            self.done, self.shift = 0, shift
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            self.done += 1
+            if self.done > 5:
+                raise StopIteration
+            return self.done
+
+        def get_state(self) -> int:
+            return self.done
+
+        def set_state(self, state: int) -> None:
+            self.done = state - self.shift
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+
+    def __iter__(self) -> Any:
+        return self.Pass(self.shift)
+
+
+def plain_torch(dataset: Any) -> Any:
+    return torch.utils.data.DataLoader(dataset, batch_size=2)
+
+
+def test_the_state_may_lie_on_the_iterator_or_on_the_dataset() -> None:
+    points = [1, 3, [2, 4]]
+    assert_resumes_exactly(OnItsIterator, restore_points=points)
+    assert_resumes_exactly(lambda: plain_torch(datasets.WellBehaved(9)), restore_points=points)
+    with pytest.raises(NotExact):
+        assert_resumes_exactly(lambda: OnItsIterator(1), restore_points=points)
+    with pytest.raises(NotExact):
+        assert_resumes_exactly(lambda: plain_torch(datasets.Late(9)), restore_points=points)
+
+
+def test_a_loader_without_a_state_is_an_error() -> None:
+    with pytest.raises(TypeError, match="has no state_dict, nor have its dataset and its iterator"):
+        assert_resumes_exactly(lambda: [1, 2, 3], restore_points=[2])
+
+
+@pytest.fixture
+def audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be run in processes runs here; the audits are listed."""
+    asked: list[Any] = []
+
+    def here(audit: Any) -> Any:
+        asked.append(audit)
+        with globals_put_back():
+            return run_audit(audit, runs=Here(tmp_path / f"runs-{len(asked)}"))
+
+    monkeypatch.setattr(testing, "run_audit", here)
+    return asked
+
+
+def test_in_subprocess_mode_an_exact_loader_passes_under_every_topology(audits: list[Any]) -> None:
+    topologies = [{"dp_world_size": 2}, {"dp_world_size": 1}]
+    assert_resumes_exactly(victims.ranked, topologies=topologies, mode="subprocess", batches=20, jobs=1)
+    (audit,) = audits
+    assert (audit.factory, audit.ranks, audit.workers) == ("tests.audit.victims:ranked", (2, 1), None)
+    assert (audit.batches, audit.trials) == (20, 6)
+
+
+def test_in_subprocess_mode_the_error_has_the_findings_and_tells_them(audits: list[Any]) -> None:
+    with pytest.raises(NotExact, match="state updated after yield") as caught:
+        assert_resumes_exactly("tests.audit.victims:late", mode="subprocess", jobs=1)
+    assert "A resumed run differs from the run that never stopped." in str(caught.value)
+    assert caught.value.findings is not None
+    assert caught.value.findings.verdict == "inexact"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"make_loader": lambda: Toy()}, "is not a function of a module"),
+        ({"make_loader": len}, "is not a function of a module"),
+        ({"restore_points": [1]}, "restore_points does not go with"),
+        ({"epochs": 2, "rows": rows_of}, "rows, epochs does not go with"),
+        ({"speed": 2}, "speed does not go with"),
+        ({"topologies": [{"n": 3}]}, "changes num_workers and dp_world_size; found n"),
+        ({"mode": "thread"}, 'mode is "in-process" or "subprocess"'),
+        ({"mode": "in-process", "trials": 3}, 'trials goes with mode="subprocess" only'),
+        ({"mode": "in-process", "make_loader": "a:b"}, "the function by name, 'a:b'"),
+    ],
+)
+def test_arguments_that_do_not_go_with_the_mode_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match="(?s)" + text.replace("(", r"\(")):
+        assert_resumes_exactly(**{"make_loader": victims.exact, "mode": "subprocess", **arguments})
+
+
+def test_a_function_whose_module_cannot_be_imported_by_name_is_named_by_its_file(
+    audits: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(victims.exact, "__module__", "elsewhere.victims")
+    assert_resumes_exactly(victims.exact, mode="subprocess", jobs=1, trials=1)
+    assert audits[0].factory == f"{Path(victims.__file__).resolve()}:exact"

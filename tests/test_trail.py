@@ -22,6 +22,7 @@ from unbroken.lane_position import LanePosition
 from unbroken.made import Made, Turn
 from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.skipped import Skipped
+from unbroken.steps import Ranges
 from unbroken.trail import LENGTH, Trail, check_made_again
 
 
@@ -297,7 +298,9 @@ def filled(kind: type, **others: Any) -> Any:
 def test_a_mark_has_every_field_that_is_saved() -> None:
     lane = filled(LanePosition, anchor=Anchor(3, None, '"s"'), sizes=[[0, 2], [4, 3]], ledger=(7, 8), carry='"c"')
     assert LanePosition().back_at(lane.mark(), lane.mark()).to_json() == lane.to_json()
-    order = filled(MapPosition, cursor=lane, skipped=Skipped(), beyond=((1, 2),), epochs={"sampler": 1}, sampler={})
+    order = filled(
+        MapPosition, cursor=lane, skipped=Skipped(), ranges=Ranges((), ((1, 2),)), epochs={"sampler": 1}, sampler={}
+    )
     again = order.back_at([order.mark()])
     assert dataclasses.replace(again, cursor=lane) == order
     assert again.cursor.to_json() == lane.to_json()

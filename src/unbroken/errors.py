@@ -19,6 +19,7 @@
     +-- PeerFailed (RuntimeError)        another rank failed, or is not where this one is
     +-- DemoError (RuntimeError)         the demo could not be run to its end
     +-- AuditError (RuntimeError)        a loader could not be audited
+    +-- ReplayError (ValueError)         the batch of a step cannot be made again
     +-- FactoryError (ValueError)        a function that makes a loader cannot be found, or failed
 
 Each message says what failed, where, what was found against what was expected, and the way out. Errors raised by a
@@ -37,6 +38,7 @@ __all__ = [
     "InvalidState",
     "LaneError",
     "PeerFailed",
+    "ReplayError",
     "StateError",
     "StateMismatch",
     "TooManySkipped",
@@ -115,6 +117,10 @@ class DemoError(UnbrokenError, RuntimeError):
 
 class AuditError(UnbrokenError, RuntimeError):
     """A loader could not be audited, so nothing was proved or disproved. The message names the way out."""
+
+
+class ReplayError(UnbrokenError, ValueError):
+    """The batch of a step cannot be made again; the message says from where it could be."""
 
 
 class FactoryError(UnbrokenError, ValueError):

@@ -12,7 +12,7 @@ from typing import Any
 
 from unbroken.errors import FactoryError
 
-__all__ = ["accepted", "load_factory"]
+__all__ = ["accepted", "load_factory", "name_of"]
 
 
 def load_factory(name: str) -> Callable[..., Any]:
@@ -55,3 +55,24 @@ def accepted(function: Callable[..., Any], wanted: Mapping[str, Any]) -> dict[st
         return dict(wanted)
     names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     return {name: value for name, value in wanted.items() if name in names}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name by which another process finds a function: by its module where the path leads there, else by its file.
+
+    Raises ``FactoryError`` where it has none.
+    """
+    module, name = getattr(function, "__module__", None) or "__main__", getattr(function, "__qualname__", "<none>")
+    try:
+        file = Path(inspect.getfile(function)).resolve()
+    except (TypeError, OSError):
+        file = None
+    if "<" in name or file is None or file.suffix != ".py":
+        raise FactoryError(
+            f"Another process cannot import {function!r}: it is not a function of a module.\n"
+            'Define it at the top of a file, or name it as "module:function" or "path/to/file.py:function".'
+        )
+    parts = Path(*module.split("."))
+    roots = [Path(root).resolve() for root in sys.path if root]
+    found = any(file in (root / parts.with_suffix(".py"), root / parts / "__init__.py") for root in roots)
+    return f"{module if found else file}:{name}"

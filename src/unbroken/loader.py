@@ -17,8 +17,9 @@ from unbroken.contexts import Context
 from unbroken.engine.agree import new_ballot
 from unbroken.engine.custom import SamplerTurns
 from unbroken.engine.engine import Engine
-from unbroken.engine.epoch import Epoch, Run
+from unbroken.engine.epoch import Epoch
 from unbroken.engine.feeds import Feed
+from unbroken.engine.measured import Measured, new_stats
 from unbroken.engine.opening import pristine_of
 from unbroken.engine.setup import new_engine, new_feed, new_rules
 from unbroken.engine.stored import Kept
@@ -39,7 +40,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 @final
-class StatefulDataLoader(DataLoader[_T_co], Run):
+class StatefulDataLoader(DataLoader[_T_co], Measured):
     """torch's ``DataLoader``, which never loses its place.
 
     The arguments up to ``in_order`` are torch's, and mean what they mean there; ``snapshot_every_n_steps`` is
@@ -75,12 +76,14 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         the position, and are delivered first after a load. ``iter()`` goes on where the last one stopped.
     max_prefetch_bytes: the most shared memory for batches that worker processes make ahead, without those that you
         hold. One is always made; one that is larger than those before it is counted once it is made.
+    progress: show a line with the numbers of ``stats()`` on a terminal while it runs; elsewhere, log it.
 
     Raises what torch raises for its own arguments, ``ValueError`` or ``TypeError`` for the others, and ``LaneError``.
     Where ranks end together, ``next()`` raises ``PeerFailed`` if another rank failed.
     """
 
     multiprocessing_context = Context()
+    _pristine: str | None  # the sealed state of the dataset before it was ever opened
 
     def __init__(
         self,
@@ -119,6 +122,7 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         max_prefetch_bytes: int | None = None,
         at_end: str = "stop",
         lineage: bool = False,
+        progress: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(
@@ -126,18 +130,17 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
             timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers, pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
-        self._options = check_options(given)
-        self._kind, self._lanes, self._order = settle(self, given, self._options)
+        self._options = options = check_options(given)
+        self.measured = new_stats(progress, options.share.rank)
+        self._kind, self._lanes, self._order = settle(self, given, options)
         if type(self.batch_sampler) is BatchSampler and given["batch_sampler"] is None:
             watched = WatchedBatchSampler(self.batch_sampler.sampler, self.batch_sampler.batch_size, self.drop_last)
             object.__setattr__(self, "batch_sampler", watched)
-        self._ballot = new_ballot(self._options, self._order)
-        self._planned_lanes = self._lanes
+        self._ballot, self._planned_lanes = new_ballot(options, self._order), self._lanes
         self._position, self._trail, self._kept = self._new_position(), Trail(), Kept()
         self._leaves: Leaves | None = None
         self._gone: dict[str, Any] = {}  # fields of sources that are out of a mix and keep their place
-        self._pristine: str | None = None
-        self._begun = self._resumed = False
+        self._pristine, self._begun, self._resumed = None, False, False
         self._iterating: weakref.ref[Epoch] | None = None
         self._engine: Engine | None = None
         self._reported_length: int | None = None
@@ -187,10 +190,10 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         left out on this rank, from 0. Call it on all ranks at the same step.
 
         It is kept in the position: resumed anywhere, the same steps are left out, and the rest is as it would have
-        been. Batches of a map-style dataset are not made, those of other datasets are made and let go. A load replaces
-        what was to be left out. Raises ``ValueError`` for steps that were delivered.
+        been; to ask for the same again changes nothing. Batches of a map-style dataset are not made, those of others
+        are made and let go. A load replaces what was to be left out. Raises ``ValueError`` for what was delivered.
         """
-        first, stop = to_leave_out(batches, self._position.step)
+        first, stop = to_leave_out(batches, self._position.step, self._position.passed)
         self._trail.leave_out(joined(self._position.passed, first, stop), self._position, self._gone)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -274,6 +277,7 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
             self._position, self._begun, self._resumed, self._gone = before
             raise
         self._iterating = weakref.ref(epoch)
+        self._show(epoch)
         return epoch
 
     def _to_next_epoch(self, position: Position, *, ended: bool) -> None:
@@ -303,7 +307,7 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         engine = self._engine
         if engine is None or engine.closed:
             owned = None if self._order is not None else len(self._mine())
-            engine = new_engine(self, self._kind, self._lanes, owned, rules, self._options)
+            engine = new_engine(self, self._kind, self._lanes, owned, rules, self._options, self.measured)
         try:
             feed, self._turns = new_feed(self, self._order, engine, position, rules, self._options, self._ballot)
         except BaseException:
@@ -381,6 +385,7 @@ class StatefulDataLoader(DataLoader[_T_co], Run):
         """A copy of the loader (by copy or pickle) goes on from its position, with workers of its own."""
         alone = dict.fromkeys(("_iterating", "_engine", "_turns"))
         alone |= {"_ballot": new_ballot(self._options, self._order), "_trail": Trail(), "_kept": Kept()}
+        alone["measured"] = self.measured.anew()
         going_on = {"_position": self._position.copy(), "_resumed": self._begun or self._resumed, "_begun": False}
         return {**self.__dict__, **alone, **going_on}
 

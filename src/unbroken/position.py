@@ -20,8 +20,8 @@ from unbroken.ledger import fold_one
 from unbroken.made import Turn
 from unbroken.prefetched import Held, held_of_lanes, held_to_json
 from unbroken.skipped import Skipped
-from unbroken.state import checked_sampler, list_of, whole
-from unbroken.steps import Steps, lies_in, read_steps
+from unbroken.state import checked_sampler, whole
+from unbroken.steps import Ranges, Steps, lies_in, read_beyond, read_steps
 
 __all__ = ["LanesPosition", "MapPosition", "Position"]
 
@@ -251,8 +251,8 @@ class MapPosition(Position):
     """A map-style dataset: how many rows of the epoch's global order were delivered, by all ranks together.
 
     ``sampler`` is what makes the order again, ``cursor`` where a custom sampler stands (see ``sampling``). ``skipped``:
-    what was left out on this rank. ``beyond``: ranges of steps that were delivered out of order, the first and the last
-    of each, counted from the first step that was not.
+    what was left out on this rank. ``ranges`` are steps: those that are ``passed`` over, and those ``beyond`` the first
+    that was not delivered that were, out of order: the first and the last of each range, counted from that one.
     """
 
     epoch: int = 0
@@ -265,9 +265,24 @@ class MapPosition(Position):
     epochs: dict[str, int] = field(default_factory=dict)
     cursor: LanePosition = field(default_factory=LanePosition)
     stopped: bool = False
-    passed: Steps = ()
     skipped: Skipped = field(default_factory=Skipped)
-    beyond: tuple[tuple[int, int], ...] = ()
+    ranges: Ranges = field(default_factory=Ranges)
+
+    @property
+    def passed(self) -> Steps:
+        return self.ranges.passed
+
+    @passed.setter
+    def passed(self, passed: Steps) -> None:
+        self.ranges = self.ranges._replace(passed=passed)
+
+    @property
+    def beyond(self) -> Steps:
+        return self.ranges.beyond
+
+    @beyond.setter
+    def beyond(self, beyond: Steps) -> None:
+        self.ranges = self.ranges._replace(beyond=beyond)
 
     def ledgers(self) -> int:
         return self.ledger
@@ -292,7 +307,7 @@ class MapPosition(Position):
     def next_epoch(self, pristine: str | None) -> None:
         self.epoch += 1
         self.rows, self.began, self.stopped = 0, self.step, False
-        self.sampler, self.beyond = None, ()
+        self.sampler, self.ranges = None, self.ranges._replace(beyond=())
         self.cursor.next_epoch(pristine)
 
     def copy(self) -> MapPosition:
@@ -343,9 +358,8 @@ class MapPosition(Position):
                 epochs=epochs,
                 cursor=LanePosition.from_json(leaf["cursor"], name, exact=False),
                 stopped=stopped,
-                passed=passed,
                 skipped=Skipped.of(leaf, name),
-                beyond=_ranges(leaf.get("beyond", [])),
+                ranges=Ranges(passed, read_beyond(leaf.get("beyond", []))),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidState(f"The leaf {name!r} of this position is cut short or changed: {error!r}.") from None
@@ -356,19 +370,9 @@ _of_lanes = attrgetter(*(part.name for part in fields(LanesPosition) if part.ini
 _of_map = attrgetter(*(part.name for part in fields(MapPosition)))
 
 
-def _ranges(saved: Any) -> tuple[tuple[int, int], ...]:
-    """Ranges of steps behind the first that was not delivered, in order, with a gap before each."""
-    found: list[tuple[int, int]] = []
-    for first, last in list_of(saved):
-        least = found[-1][1] + 2 if found else 1
-        found.append((whole(first, least), whole(last, first)))
-    return tuple(found)
-
-
-_Head = tuple[int, int, "int | None", dict[str, int], bool, "int | None", Steps]
-
-
-def _head_of(leaf: Mapping[str, Any], name: str) -> _Head:
+def _head_of(
+    leaf: Mapping[str, Any], name: str
+) -> tuple[int, int, int | None, dict[str, int], bool, int | None, Steps]:
     """The fields of ``_leaf``. Those that are seldom needed may be missing."""
     try:
         epochs = {name: whole(epoch) for name, epoch in leaf["epochs"].items()}

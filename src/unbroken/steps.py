@@ -1,14 +1,25 @@
-"""Ranges of the steps of a run, which are left out: ``[first, stop)`` each, in order, with a gap between any two."""
+"""Ranges of the steps of a run, in order, with a gap between any two.
+
+Those that are left out are ``[first, stop)`` each.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
 from unbroken.state import list_of, whole
 
-__all__ = ["Steps", "joined", "lies_in", "read_steps", "to_leave_out"]
+__all__ = ["Ranges", "Steps", "joined", "lies_in", "read_beyond", "read_steps", "to_leave_out"]
 
 Steps: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@final
+class Ranges(NamedTuple):
+    """Steps of a map-style dataset: those ``passed`` over, and those delivered ``beyond`` the first that was not."""
+
+    passed: Steps = ()
+    beyond: Steps = ()
 
 
 def lies_in(step: int, steps: Steps) -> bool:
@@ -27,10 +38,14 @@ def joined(steps: Steps, first: int, stop: int) -> Steps:
     return tuple(found)
 
 
-def to_leave_out(batches: Any, step: int) -> tuple[int, int]:
-    """The range that ``loader.skip(batches)`` means at a step. Raises ``TypeError`` or ``ValueError``."""
+def to_leave_out(batches: Any, step: int, passed: Steps = ()) -> tuple[int, int]:
+    """The range that ``loader.skip(batches)`` means at a step, where some steps were ``passed`` over already.
+
+    Raises ``TypeError`` or ``ValueError``.
+    """
     if isinstance(batches, range):
-        if batches.step != 1 or batches.start < step:
+        delivered = (each for each in range(batches.start, min(step, batches.stop)) if not lies_in(each, passed))
+        if batches.step != 1 or batches.start < 0 or any(True for _ in delivered):
             raise ValueError(
                 f"skip() got {batches!r}, but the next step is {step}: steps that were delivered cannot be left out "
                 "any more, and a range goes up by one.\n"
@@ -50,4 +65,16 @@ def read_steps(saved: Any) -> Steps:
     found: list[tuple[int, int]] = []
     for first, stop in list_of(saved):
         found.append((whole(first, found[-1][1] + 1 if found else 0), whole(stop, whole(first) + 1)))
+    return tuple(found)
+
+
+def read_beyond(saved: Any) -> Steps:
+    """Ranges behind the first step that was not delivered, the first and the last of each, as read from JSON.
+
+    Raises ``ValueError`` where they are none.
+    """
+    found: list[tuple[int, int]] = []
+    for first, last in list_of(saved):
+        least = found[-1][1] + 2 if found else 1
+        found.append((whole(first, least), whole(last, first)))
     return tuple(found)

@@ -8,25 +8,33 @@
     def test_my_dataset_resumes_exactly():
         assert_resumes_exactly(make_loader, topologies=[{"num_workers": 2}, {"num_workers": 0}])
 
-Nothing is known of the loader but ``iter``, ``state_dict`` and ``load_state_dict``, so any loader can be judged.
+    def test_my_dataset_survives_kills():
+        assert_resumes_exactly(make_loader, topologies=[{"num_workers": 2}], mode="subprocess")
+
+Nothing is known of the loader but ``iter`` and its ``state_dict`` (see ``audit/subject.py``): any can be judged.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
-import pickle
 import random
-import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
+
+from unbroken.audit.findings import Findings
+from unbroken.audit.judging import run_audit
+from unbroken.audit.plan import Audit
+from unbroken.audit.records import Record, record, rows_of
+from unbroken.audit.subject import state_methods
+from unbroken.audit.telling import tell
+from unbroken.factories import name_of
 
 __all__ = ["NotExact", "Point", "assert_resumes_exactly", "rows_of"]
 
@@ -34,7 +42,9 @@ Compare: TypeAlias = Literal["batches", "steps", "rows"]
 
 
 class NotExact(AssertionError):
-    """A resumed run is not the run that never stopped."""
+    """A resumed run is not the run that never stopped. ``findings``: all that was found, in subprocess mode."""
+
+    findings: Findings | None = None
 
 
 class Point(NamedTuple):
@@ -52,7 +62,7 @@ Chain: TypeAlias = tuple[Point, ...]
 
 
 def assert_resumes_exactly(
-    make_loader: Callable[..., Any],
+    make_loader: Callable[..., Any] | str,
     *,
     topologies: Sequence[Mapping[str, Any]] = ({},),
     restore_points: Iterable[int | Point | Sequence[int | Point]] | None = None,
@@ -60,6 +70,8 @@ def assert_resumes_exactly(
     compare: Compare | None = None,
     rows: Callable[[Any], Iterable[Any]] | None = None,
     stop_after: int | None = None,
+    mode: Literal["in-process", "subprocess"] = "in-process",
+    **audit: Any,
 ) -> None:
     """Assert that a loader, stopped and resumed, delivers what it delivers without a stop: all of it, in order.
 
@@ -68,8 +80,13 @@ def assert_resumes_exactly(
     dtypes, shapes and bytes. The global random generators are seeded alike at the start of every run and otherwise at
     every resume of a run that has begun, as in a new process, and put back at the end.
 
+    In ``mode="subprocess"`` it is ``unbroken audit``: each run is a process of its own, killed at random places. Of the
+    arguments only ``make_loader`` and ``topologies`` apply; ``audit`` may hold ``batches`` (30), ``trials`` (6),
+    ``kill``, ``save``, ``seed``, ``timeout`` and ``jobs``, which are the options of the command.
+
     Args:
-        make_loader: makes a new loader over a new dataset; called with a topology as keyword arguments.
+        make_loader: makes a new loader over a new dataset; called with a topology as keyword arguments. In subprocess
+            mode a function of a module, or its name: ``"module:function"`` or ``"file.py:function"``.
         topologies: keyword arguments of ``make_loader`` before the first restore point (and for the reference), after
             it, after the second, and so on, starting over when they run out. One with ``dp_world_size`` and without
             ``dp_rank`` makes a loader for each rank; they run in step in this process, and their states are merged.
@@ -85,11 +102,31 @@ def assert_resumes_exactly(
 
     Raises:
         NotExact: the runs differ; the message says where, and what was expected and found.
-        ValueError: the reference run delivers nothing in some epoch, which proves nothing.
+        ValueError: the reference run delivers nothing in some epoch; or arguments do not go with the mode.
+        AuditError: in subprocess mode, where the run without a stop fails or delivers too little.
     """
+    if mode == "subprocess":
+        other = {"restore_points": restore_points, "compare": compare, "rows": rows, "stop_after": stop_after}
+        given = [name for name, value in other.items() if value is not None] + ["epochs"] * (epochs != 3)
+        _in_subprocesses(make_loader, topologies, given, audit)
+        return
+    if mode != "in-process" or audit or isinstance(make_loader, str):
+        raise ValueError(_objection(mode, make_loader, audit))
+    _in_process(make_loader, tuple(topologies), restore_points, epochs, compare, rows or rows_of, stop_after)
+
+
+def _in_process(
+    make_loader: Callable[..., Any],
+    topologies: tuple[Mapping[str, Any], ...],
+    restore_points: Iterable[int | Point | Sequence[int | Point]] | None,
+    epochs: int,
+    compare: Compare | None,
+    rows: Callable[[Any], Iterable[Any]],
+    stop_after: int | None,
+) -> None:
     if compare is None:
         compare = "batches" if len({t.get("dp_world_size") for t in topologies}) == 1 else "rows"
-    trial = _Trial(make_loader, tuple(topologies), epochs + 1 if stop_after is None else 1, stop_after, rows or rows_of)
+    trial = _Trial(make_loader, topologies, epochs + 1 if stop_after is None else 1, stop_after, rows)
     with _globals_put_back():
         reference = trial.run((), None)
         if not all(reference):
@@ -103,39 +140,40 @@ def assert_resumes_exactly(
                 raise NotExact(_report(trial, chain, reference, found, where))
 
 
-def rows_of(batch: Any) -> list[Any]:
-    """The rows of a batch as default collation makes them: along the first dimension, through dicts and tuples.
-
-    A list or tuple of tensors, arrays or containers is taken for columns, any other for rows.
-    """
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return list(batch) if batch.ndim else [batch]
-    if isinstance(batch, Mapping):
-        columns = [rows_of(value) for value in batch.values()]
-        if columns and len({len(column) for column in columns}) == 1:
-            return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]
-        return [batch]
-    if isinstance(batch, list | tuple):
-        if all(isinstance(value, torch.Tensor | np.ndarray | Mapping | list | tuple) for value in batch):
-            columns = [rows_of(value) for value in batch]
-            if len({len(column) for column in columns}) == 1:
-                return list(zip(*columns, strict=True))
-        return list(batch)
-    return [batch]
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """What is kept of a delivered batch: no reference to it, so that a loader may reuse its memory."""
-
-    digest: bytes
-    brief: str = dataclasses.field(compare=False)
-    rows: tuple[bytes, ...] = dataclasses.field(compare=False)
-
-
-_Step: TypeAlias = tuple[_Batch | None, ...]  # one batch of each rank, None of a rank whose epoch has ended
+_Step: TypeAlias = tuple[Record | None, ...]  # one batch of each rank, None of a rank whose epoch has ended
 _Log: TypeAlias = list[list[_Step]]  # the steps of each epoch
+
+
+def _objection(mode: str, make_loader: object, audit: Mapping[str, Any]) -> str:
+    if mode != "in-process":
+        return f'mode is "in-process" or "subprocess"; found {mode!r}'
+    found = f"the function by name, {make_loader!r}" if isinstance(make_loader, str) else ", ".join(sorted(audit))
+    return f'{found} goes with mode="subprocess" only'
+
+
+def _in_subprocesses(
+    make_loader: Callable[..., Any] | str,
+    topologies: Sequence[Mapping[str, Any]],
+    given: Sequence[str],
+    audit: Mapping[str, Any],
+) -> None:
+    """Audit it. Raises ``NotExact`` with the findings."""
+    known = {field.name for field in dataclasses.fields(Audit)} - {"factory", "workers", "ranks"}
+    if given or not audit.keys() <= known:
+        names = ", ".join([*given, *sorted(audit.keys() - known)])
+        raise ValueError(f'{names} does not go with mode="subprocess", which takes {", ".join(sorted(known))}.')
+    if strange := sorted({name for each in topologies for name in each} - {"num_workers", "dp_world_size"}):
+        raise ValueError(f'mode="subprocess" changes num_workers and dp_world_size; found {", ".join(strange)}')
+    chosen = {
+        option: tuple(dict.fromkeys(each[name] for each in topologies if name in each)) or None
+        for option, name in (("workers", "num_workers"), ("ranks", "dp_world_size"))
+    }
+    name = make_loader if isinstance(make_loader, str) else name_of(make_loader)
+    findings = run_audit(Audit(name, **{"batches": 30, "trials": 6, **chosen, **audit}))
+    if findings.verdict != "exact":
+        error = NotExact(f"A resumed run differs from the run that never stopped.\n{tell(findings)}")
+        error.findings = findings
+        raise error
 
 
 @final
@@ -147,25 +185,38 @@ class _Stretch:
         places = [{}] if world is None or "dp_rank" in topology else [{"dp_rank": rank} for rank in range(world)]
         self.loaders: list[Any] = []
         self.iterators: list[Iterator[Any] | None] | None = None
+        self.pending: Any = None  # a state that is loaded into iterators, once there are some
         try:
             for place in places:
                 _seed_globals(seed)
                 self.loaders.append(make_loader(**topology, **place))
-                if state is not None:
-                    self.loaders[-1].load_state_dict(json.loads(state))
+                methods = self._methods(len(self.loaders) - 1)
+                if state is not None and methods is not None:
+                    methods[1](json.loads(state))
+                elif state is not None:
+                    self.pending = json.loads(state)
         except BaseException:
             self.close()
             raise
 
     def open(self) -> None:
         self.iterators = [iter(loader) for loader in self.loaders]
+        for rank in range(len(self.iterators)) if self.pending is not None else ():
+            if (methods := self._methods(rank)) is not None:
+                methods[1](self.pending)
+        self.pending = None
+
+    def _methods(self, rank: int) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+        """How the state of a rank is taken and put back: on the loader, its dataset, or the iterator that there is."""
+        loader, iterator = self.loaders[rank], self.iterators[rank] if self.iterators else None
+        return state_methods(loader) or state_methods(getattr(loader, "dataset", None)) or state_methods(iterator)
 
     def step(self, rows: Callable[[Any], Iterable[Any]]) -> _Step | None:
         """The next batch of each rank; None, and no longer open, when all have ended."""
-        taken: list[_Batch | None] = []
+        taken: list[Record | None] = []
         for rank, iterator in enumerate(iterators := self.iterators or []):
             try:
-                taken.append(None if iterator is None else _record(next(iterator), rows))
+                taken.append(None if iterator is None else record(next(iterator), rows))
             except StopIteration:
                 iterators[rank] = None
                 taken.append(None)
@@ -174,12 +225,14 @@ class _Stretch:
         self.iterators = None
         return None
 
-    def state(self) -> str:
-        """The states of all ranks in one, as JSON."""
-        merged: dict[str, Any] = {}
-        for loader in self.loaders:
-            merged |= json.loads(json.dumps(loader.state_dict()))
-        return json.dumps(merged)
+    def state(self) -> str | None:
+        """The states of all ranks in one; None of a loader whose iterators alone have one, before there are any."""
+        states = [methods[0]() for rank in range(len(self.loaders)) if (methods := self._methods(rank)) is not None]
+        if not states and self.iterators is not None:
+            raise TypeError(f"{_name(self.loaders[0])} has no state_dict, nor have its dataset and its iterator.")
+        if len(states) == 1:
+            return json.dumps(states[0])
+        return json.dumps({key: value for state in states for key, value in state.items()}) if states else None
 
     def close(self) -> None:
         self.iterators = None
@@ -314,63 +367,6 @@ def _show(steps: Sequence[_Step], number: int) -> str:
         return "the end of the epoch"
     briefs = ["ended" if batch is None else batch.brief for batch in steps[number]]
     return briefs[0] if len(briefs) == 1 else "  ".join(f"rank {rank}: {text}" for rank, text in enumerate(briefs))
-
-
-def _record(batch: Any, rows: Callable[[Any], Iterable[Any]]) -> _Batch:
-    return _Batch(_digest(batch), _BRIEF.repr(batch), tuple(_digest(row) for row in rows(batch)))
-
-
-def _digest(value: Any) -> bytes:
-    hasher = hashlib.blake2b(digest_size=16)
-    _feed(hasher.update, value)
-    return hasher.digest()
-
-
-def _feed(update: Callable[[Any], None], value: Any) -> None:
-    """Structure, types and bytes of a value. NaN equals NaN; -0.0 and 0.0, 1 and True and 1.0 differ."""
-    kind = type(value)
-    update(f"{kind.__module__}.{kind.__qualname__}:".encode())
-    if isinstance(value, torch.Tensor):
-        update(f"{value.dtype}{tuple(value.shape)}".encode())
-        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, np.ndarray):
-        update(f"{value.shape}".encode())
-        _feed(update, value.tolist())
-    elif isinstance(value, str | bytes | bytearray | bool | int | float | complex | type(None)):
-        text = repr(value).encode()
-        update(f"{len(text)}:".encode() + text)
-    elif isinstance(value, Mapping | list | tuple):
-        update(f"{len(value)}:".encode())
-        for item in value.items() if isinstance(value, Mapping) else value:
-            _feed(update, item)
-    elif isinstance(value, Set):
-        for digest in sorted(_digest(item) for item in value):
-            update(digest)
-    elif dataclasses.is_dataclass(value):
-        _feed(update, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-    else:
-        update(pickle.dumps(value))
-
-
-@final
-class _Brief(reprlib.Repr):
-    """Short texts: tensors and arrays show dtype, shape and their first values."""
-
-    def repr_Tensor(self, value: torch.Tensor, level: int) -> str:
-        first = value.detach().cpu().reshape(-1)[:6].tolist()
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {self._values(first, value.numel())}"
-
-    def repr_ndarray(self, value: np.ndarray[Any, Any], level: int) -> str:
-        return f"{value.dtype}{list(value.shape)} {self._values(value.reshape(-1)[:6].tolist(), value.size)}"
-
-    def _values(self, first: list[Any], count: int) -> str:
-        texts = [f"{v:.6g}" if isinstance(v, float) else repr(v) for v in first]
-        return "[" + ", ".join(texts + ["..."] * (count > len(first))) + "]"
-
-
-_BRIEF = _Brief()
 
 
 def _name(dataset: Any) -> str:

@@ -356,7 +356,7 @@ def test_interrupts_leave_no_memory_behind(persistent: bool, monkeypatch: pytest
         most = max(most, maps() - before)
     del batch
     assert seen == [[i, i + 1] for i in range(0, 400, 2)]
-    assert most <= 4
+    assert most <= 6  # two of them are the notes of the workers of now
     loader.close()
     del loader, iterator
     gc.collect()

@@ -367,3 +367,25 @@ def test_a_closed_mix_can_still_tell_its_position(tmp_path: Path) -> None:
     rows.close()
     rows.close()
     assert json.loads(saved(rows))["rows"]["row"] == 1
+
+
+@pytest.mark.parametrize("by", ["rows", "tokens"])
+def test_tokens_are_counted_by_source_where_rows_have_them(tmp_path: Path, by: str) -> None:
+    """For ``unbroken state show``: however the mix is made, the position tells what each source gave."""
+
+    def with_ids(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "input_ids": list(range(row["n"] % 4 + 1))}
+
+    sources = {
+        name: read_jsonl(write_jsonl(tmp_path / f"{name}.jsonl", [{"n": n, "of": name} for n in range(9)])).map(
+            with_ids
+        )
+        for name in ("a", "b")
+    }
+    rows = mix(sources, {"a": 2, "b": 1}, by=by, stop="all", seed=1).open(Lane(0, 1))
+    seen: Counter[str] = Counter()
+    for _ in range(11):
+        row = next(rows)
+        seen[row["of"]] += len(row["input_ids"])
+    found = {name: place["tokens"] for name, place in rows.state_dict()["rows"]["sources"].items()}
+    assert found == seen

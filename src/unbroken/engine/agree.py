@@ -248,6 +248,9 @@ class Together(Feed):
         else:
             self._feed.commit(record)
 
+    def depth(self) -> int:
+        return len(self._held) + self._feed.depth()
+
     def end(self) -> None:
         if not self._held and not self._ballot.waits(self._position):
             self._feed.end()

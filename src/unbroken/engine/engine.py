@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from unbroken.lane_position import LanePosition
+from unbroken.meters import IDLE, Meter
 
 __all__ = ["Engine", "OfAnotherProcess", "Positions", "Reply", "TakenOver", "check_process"]
 
@@ -52,6 +53,8 @@ class Engine(ABC):
 
     hosts: int
     lookahead: int
+    meter: Meter = IDLE
+    """That of this process, for what is done with batches here."""
     failed: int = 0
     """The id of the error that ``collect`` raised last because a task had failed. Others come from handlers of signals,
     and the task may still be collected.
@@ -104,6 +107,10 @@ class Engine(ABC):
 
     def least_busy(self) -> int:
         """The host that has the least to do."""
+        return 0
+
+    def made_by(self, host: int) -> int:
+        """How many tasks of a host are done and were not collected. May be asked from any thread."""
         return 0
 
     def share(self, nbytes: int) -> Any:

@@ -14,6 +14,7 @@ from unbroken.engine.feeds import Feed, Prepared
 from unbroken.engine.pinning import pin, should_pin
 from unbroken.errors import UnbrokenError
 from unbroken.locks import new_lock
+from unbroken.stats import Stats
 from unbroken.trail import Trail
 
 __all__ = ["Epoch", "Run"]
@@ -22,7 +23,9 @@ _OURS = UnbrokenError | OfAnotherProcess | TakenOver
 
 
 class Run(ABC):
-    """What an epoch asks of the loader that it is a pass of."""
+    """What an epoch asks of the loader that it is a pass of; ``measured`` is told how long it took."""
+
+    measured: Stats
 
     @property
     @abstractmethod
@@ -89,16 +92,22 @@ class Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         before: int | None = None
+        measured = self._run.measured
+        began = measured.clock()
         try:
             with self._lock:  # threads may share an iterator: each batch goes to one of them
                 self._run.trail.hand_out()
                 self._taker, before = threading.get_ident(), self._delivered
-                return self._next()
+                batch = self._next()
+                measured.delivered(began)
+                return batch
         except StopIteration:
+            measured.pause()
             raise
         except BaseException as error:
             if before is not None and self._taker == threading.get_ident() and self._is_foreign(error):
                 self._interrupted(before)
+            measured.pause()
             raise
 
     def _is_foreign(self, error: BaseException) -> bool:
@@ -173,6 +182,13 @@ class Epoch(Iterator[Any]):
         """As ``len(loader)``."""
         return len(self._run)  # type: ignore[arg-type]
 
+    def ahead(self) -> tuple[int, int]:
+        """How many batches are ready, and how many may be made ahead. May be asked from any thread."""
+        feed, engine = self._feed, self._engine
+        if feed is None or engine is None or engine.closed:
+            return 0, 0
+        return feed.depth(), engine.hosts * engine.lookahead
+
     @property
     def waiting(self) -> bool:
         """Whether it was repositioned, and has not gone on yet."""
@@ -190,6 +206,7 @@ class Epoch(Iterator[Any]):
 
     def close(self) -> None:
         """End the workers of this pass; the next batch would start new ones."""
+        self._run.measured.pause()
         self._feed = self._prepared = None
         if self._engine is not None:
             self._engine.close()

@@ -72,6 +72,10 @@ class Feed(ABC):
     def passing(self) -> bool:
         """Whether the batch that is delivered next is of a step that is to be left out."""
 
+    def depth(self) -> int:
+        """How many batches were made ahead, and could be delivered at once. May be asked from any thread."""
+        return 0
+
     @property
     def keeps(self) -> bool:
         """Whether what was made ahead cannot be made again, and is kept whatever comes between."""
@@ -226,6 +230,9 @@ class MapFeed(Feed):
     def knows(self, error: Exception) -> bool:
         return id(error) == self._known
 
+    def depth(self) -> int:
+        return sum(map(self._engine.made_by, range(self._engine.hosts)))
+
     def ready(self) -> bool:
         tickets = [ticket for ticket, _, _ in self._queue]
         return not tickets or any(t is None or self._engine.ready(t) for t in tickets[: 1 if self._in_order else None])
@@ -344,6 +351,9 @@ class LaneFeed(Feed):
         for lane, end in self._ends:
             self._lanes.end(lane, end)
         self._ends = []
+
+    def depth(self) -> int:
+        return sum(map(self._lanes.engine.made_by, range(self._lanes.engine.hosts)))
 
     def ready(self) -> bool:
         return self._asked.ready()

@@ -95,7 +95,8 @@ class Front:
             self._first += 1
             self._done -= 1
             self._pass(self._entries.popleft().step)
-        self._position.beyond = self._beyond() if self._done or self._before else ()
+        if self._done or self._before or self._position.beyond:
+            self._position.beyond = self._beyond() if self._done or self._before else ()
 
     def _pass(self, step: Step) -> None:
         """All steps up to this one are done."""

@@ -21,7 +21,7 @@ from unbroken.lane_position import LanePosition
 from unbroken.lanes import Lane
 from unbroken.ledger import digest, entry_of
 from unbroken.made import Made, Turn
-from unbroken.meters import Meter
+from unbroken.meters import ROWS, Meter
 from unbroken.seeding import key, seed_globals
 from unbroken.skipped import Fetched
 
@@ -267,6 +267,10 @@ class Host:
         if self._plan.batched and isinstance(samples, list) and samples:
             return entry_of(samples, digest(samples[-1]))
         return digest(samples)
+
+    def count(self, samples: Any) -> None:
+        """Count what was read of a dataset that is not a stream."""
+        self.meter.source("dataset")[ROWS] += len(samples) if self._plan.batched and isinstance(samples, list) else 1
 
     def collate(self, samples: Any) -> Any:
         """A batch, as torch makes it. ``get_worker_info()`` is None meanwhile, or torch would use /dev/shm."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from unbroken.engine.engine import Engine, Reply
-from unbroken.engine.host import Host, MapTask, Plan, RowsTask, TurnTask
+from unbroken.engine.host import Host, Plan, RowsTask, TurnTask
 from unbroken.engine.progress import Remaking
 from unbroken.lane_position import LanePosition
 from unbroken.made import Made
+from unbroken.meters import COLLATE, DATASET, IDLE, Meter
 from unbroken.seeding import alone, put_back_globals, take_globals
 from unbroken.skipped import Fetched
 
@@ -23,12 +24,14 @@ class Inline(Engine):
     hosts = 1
     lookahead = 0
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, meter: Meter = IDLE) -> None:
         self._remaking = Remaking()
         self._host = Host(plan, 0, self._remaking.report)
+        self._host.meter = meter
         self._batched = plan.batched
         self._tasks: dict[int, Any] = {}
         self._ticket = 0
+        self.task: Any = None  # the one that was run last
 
     def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
         with alone():
@@ -51,7 +54,8 @@ class Inline(Engine):
     def _collect(self, ticket: int) -> Reply:
         aside = take_globals()
         try:
-            reply = self._run(self._tasks[ticket])
+            self.task = self._tasks[ticket]
+            reply = self._run(self.task)
             del self._tasks[ticket]  # kept where Ctrl-C came between, so that the batch can be asked for again
             return reply
         except StopIteration as error:
@@ -66,17 +70,26 @@ class Inline(Engine):
             self._remaking.end()
 
     def _run(self, task: Any) -> Reply:
-        if isinstance(task, MapTask):
-            samples, counted = self._host.batch(task)
-            if type(counted) is Fetched and counted.nothing:
-                return Reply(counted, None)
-            return Reply(counted, self._host.collate(samples))
+        if isinstance(task, RowsTask):
+            return self._run_rows(task)
+        meter = self._host.meter
+        began = meter.clock()
+        made: Any
         if isinstance(task, TurnTask):
             made = self._host.turn(task)
             if made.ended:
                 return Reply(made, None)
-            return Reply(made, self._host.collate(made.samples if self._batched else made.samples[0]))
-        return self._run_rows(task)
+            samples = made.samples if self._batched else made.samples[0]
+        else:
+            samples, made = self._host.batch(task)
+            if type(made) is Fetched and made.nothing:
+                return Reply(made, None)
+        meter.add_seconds(DATASET, began)
+        self._host.count(samples)
+        began = meter.clock()
+        batch = self._host.collate(samples)
+        meter.add_seconds(COLLATE, began)
+        return Reply(made, batch)
 
     def _run_rows(self, task: RowsTask) -> Reply:
         rows: list[tuple[int, None, Any]] = []

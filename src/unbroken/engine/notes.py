@@ -1,8 +1,8 @@
 """What a worker leaves where the consumer can read it, whatever becomes of the worker.
 
 A piece of shared memory: three numbers that say what it is on, written before each row of a stream, each turn of
-another dataset and each sample of a map-style one; and behind them, on request, the stack of each of its threads, which
-a signal handler writes even where the worker hangs in a library.
+another dataset and each sample of a map-style one; behind them its meter; and at the end, on request, the stack of each
+of its threads, which a signal handler writes even where the worker hangs in a library.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import weakref
 from typing import Any, final
 
 from unbroken.engine.ring import create_memory, map_memory
+from unbroken.meters import Meter
 
 __all__ = ["Notes", "take_notes"]
 
-_TEXT = 4096
+_METER = 4096
+_TEXT = _METER + Meter.SIZE
 _SETTLED = 0.05
 # A signal that nobody else uses; where there are none of those, one that few do.
 _SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
@@ -26,12 +28,16 @@ _SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else int(signa
 
 @final
 class Notes:
-    """The consumer's side. The worker is not ready to write its stacks until it has said so (``listening``)."""
+    """The consumer's side. The worker is not ready to write its stacks until it has said so (``listening``).
+
+    What its ``meter`` has come to can still be read when this is closed.
+    """
 
     def __init__(self) -> None:
         self.fd = create_memory(_TEXT)
         self.close = weakref.finalize(self, os.close, self.fd)
         self.close.atexit = False
+        self.meter = Meter(map_memory(self.fd, _TEXT)[_METER:])
         self.listening = False
         self._read = _TEXT
 
@@ -63,11 +69,12 @@ class Notes:
         return text.strip()
 
 
-def take_notes(fd: int) -> Any:
-    """The worker's side: three numbers to write to: the lane plus 2, the sample, 1 for a batch. Takes the descriptor
-    over.
+def take_notes(fd: int) -> tuple[Any, Meter]:
+    """The worker's side: three numbers to write to (the lane plus 2, the sample, 1 for a batch), and its meter. Takes
+    the descriptor over.
     """
-    numbers = memoryview(map_memory(fd, _TEXT)).cast("q")  # type: ignore[arg-type]
+    memory = map_memory(fd, _TEXT)
+    numbers = memoryview(memory[:_METER]).cast("q")  # type: ignore[arg-type]
     os.lseek(fd, _TEXT, os.SEEK_SET)
     faulthandler.register(_SIGNAL, file=fd, all_threads=True)
-    return numbers
+    return numbers, Meter(memory[_METER:])

@@ -157,7 +157,7 @@ class TorchOpening(Opening):
 
 @final
 class StreamOpening(Opening):
-    """One lane of a stream: its iterator's state is exact after every row. Where it has a use for a meter, it gets it."""
+    """One lane of a stream: its iterator's state is exact after every row. It gets a meter, if it has a use for one."""
 
     exact = True
 

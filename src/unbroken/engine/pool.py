@@ -9,7 +9,7 @@ import math
 import os
 import pickle
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, final
@@ -23,6 +23,8 @@ from unbroken.engine.ring import Bytes, Ring, Slot, map_memory
 from unbroken.engine.wire import decode
 from unbroken.errors import UnsendableBatch
 from unbroken.lane_position import LanePosition
+from unbroken.meters import DONE, IDLE, Meter
+from unbroken.stats import Stats
 
 __all__ = ["Pool", "SharedPlace"]
 
@@ -52,6 +54,19 @@ class _Asked:
 
 @final
 @dataclass(slots=True)
+class _Tally:
+    """Of a host: how many tasks were not answered (``busy``), the last ticket that ever was (``furthest``), how many of
+    the answers of its worker were ``taken`` away, and the worker's ``meter``.
+    """
+
+    busy: int = 0
+    furthest: int = 0
+    taken: int = 0
+    meter: Meter = IDLE
+
+
+@final
+@dataclass(slots=True)
 class _Course:
     """What the lanes were opened for, and where those of a host go on: where the feed says, once there is one."""
 
@@ -73,20 +88,26 @@ class Pool(Engine, Work):
     """
 
     def __init__(
-        self, plan: Plan, context: Any, prefetch_factor: int, patience: Patience, most: int | None = None
+        self,
+        plan: Plan,
+        context: Any,
+        prefetch_factor: int,
+        patience: Patience,
+        most: int | None = None,
+        stats: Stats | None = None,
     ) -> None:
+        self._stats = Stats() if stats is None else stats
         self.hosts = plan.hosts
         self.lookahead = prefetch_factor
         self._timeout = patience.timeout
         self._ticket = 0
         self._asked: dict[int, _Asked] = {}
-        self._busy = [0] * plan.hosts  # tasks that were not answered
-        self._furthest = [0] * plan.hosts  # the last ticket that ever was
+        self._tallies = [_Tally() for _ in range(plan.hosts)]
         self._course = _Course(0, None, [{} for _ in range(plan.hosts)])
         self._remaking = Remaking()
         self._ring = Ring(self._announce, self._retract, most)
         weakref.finalize(self, self._ring.close).atexit = False
-        self._crew = Crew(lambda number: WorkerProcess(plan, context, number), patience, self)
+        self._crew = Crew(_starter(plan, context, self._tallies, self._stats), patience, self)
         try:
             for _ in range(plan.hosts):
                 self._crew.add()
@@ -100,6 +121,7 @@ class Pool(Engine, Work):
         for ticket, asked in list(self._asked.items()):
             if asked.answer is not None:
                 self._release(self._asked.pop(ticket).kept)
+                self._tallies[asked.host].taken += 1
             asked.stale = True
         numbers = list(starts)
         mine = [{lane: starts[lane] for lane in numbers[host :: self.hosts]} for host in range(self.hosts)]
@@ -116,14 +138,14 @@ class Pool(Engine, Work):
         self._ticket += 1
         kept = lease if isinstance(task, RowsTask) else self._ring.acquire()
         asked = self._asked[self._ticket] = _Asked(host, task, kept)
-        self._busy[host] += 1
+        self._tallies[host].busy += 1
         ticket, message = self._ticket, _message(self._ticket, asked)
         try:
             self._crew.hold(host, message)
         except Exception as error:
             if not _can_be_sent(message):  # indices that cannot be pickled
                 self.failed = id(error)
-                self._busy[host] -= 1
+                self._tallies[host].busy -= 1
                 self._release(self._asked.pop(ticket).kept)
             raise
         if not isinstance(task, RowsTask):
@@ -144,7 +166,12 @@ class Pool(Engine, Work):
 
     def least_busy(self) -> int:
         """The host with the fewest tasks that it has not answered."""
-        return min(range(self.hosts), key=self._busy.__getitem__)
+        return min(range(self.hosts), key=lambda host: self._tallies[host].busy)
+
+    def made_by(self, host: int) -> int:
+        tally = self._tallies[host]
+        stale = sum(asked.stale and asked.host == host for asked in list(self._asked.values()))
+        return max(0, int(tally.meter.counts[DONE]) - tally.taken - stale)
 
     def ready(self, ticket: int) -> bool:
         """Takes in what has come, without waiting. Raises ``WorkerDied``."""
@@ -177,8 +204,10 @@ class Pool(Engine, Work):
             if kind == "failed" or isinstance(error, UnsendableBatch):
                 self.failed = id(error)
                 del self._asked[ticket]
+                self._tallies[asked.host].taken += 1
             raise
         del self._asked[ticket]
+        self._tallies[asked.host].taken += 1
         return reply
 
     def first_of(self, tickets: Sequence[int]) -> int:
@@ -210,9 +239,10 @@ class Pool(Engine, Work):
         where, nbytes, data, made = rest if kind == "done" else (None, 0, b"", rest[0])
         asked, host = self._asked[ticket], worker.number
         place: Any = None
-        self._busy[host] -= 1
-        if ticket > self._furthest[host]:
-            self._furthest[host] = ticket
+        tally = self._tallies[host]
+        tally.busy -= 1
+        if ticket > tally.furthest:
+            tally.furthest = ticket
             self._crew.made_more(host)
         if where == "memory":
             fd = worker.channel.take_descriptor()
@@ -229,11 +259,12 @@ class Pool(Engine, Work):
             asked.kept = None
         if asked.stale:
             del self._asked[ticket]
+            tally.taken += 1
         asked.answer = kind, place, nbytes, data, made
         return False
 
     def unanswered(self, host: int) -> int:
-        return self._busy[host]
+        return self._tallies[host].busy
 
     def reminders(self, host: int) -> Iterator[tuple[Any, int | None]]:
         """Turns follow from one another: those that were answered and not collected are made again too, for the feed's
@@ -249,7 +280,9 @@ class Pool(Engine, Work):
         }
         for asked in again.values():
             asked.answer = None
-        self._busy[host] = len(again)
+        answered = sum(asked.host == host and asked.answer is not None for asked in self._asked.values())
+        self._tallies[host].busy, self._tallies[host].taken = len(again), -answered
+        self._stats.restarts += 1
         for arena, fd, size in self._ring.arenas():
             yield ("arena", arena, size), fd
         yield self._opening(host), None
@@ -288,6 +321,18 @@ class Pool(Engine, Work):
         self._remaking.end()
         self._crew.close()
         self._ring.close()
+
+
+def _starter(plan: Plan, context: Any, tallies: list[_Tally], stats: Stats) -> Callable[[int], WorkerProcess]:
+    """What starts a worker for a host. It does not know the pool, so that one that is dropped is closed."""
+
+    def start(number: int) -> WorkerProcess:
+        worker = WorkerProcess(plan, context, number)
+        tallies[number].meter = worker.notes.meter
+        stats.watch(worker.notes.meter)
+        return worker
+
+    return start
 
 
 def _places(asked: Iterable[_Asked]) -> Iterator[Slot | Bytes | None]:

@@ -83,6 +83,7 @@ class WorkerProcess:
         disk) stays.
         """
         self.channel.shut_down()
+        self.notes.meter.end()
         self.notes.close()
         _started.discard(self)
         self._end()

@@ -20,6 +20,7 @@ from unbroken.errors import WorkerTimeout
 from unbroken.lane_position import LanePosition
 from unbroken.lineage import Lineage, with_lineage
 from unbroken.made import Made, Turn
+from unbroken.meters import COLLATE
 from unbroken.seeding import isolated, key
 
 __all__ = ["Batching", "RowFeed"]
@@ -113,7 +114,10 @@ class RowFeed(Feed):
                     self._lanes.check_data()
                 raise StopIteration
             self._fill(self._lanes.engine.lookahead)
+            meter = self._lanes.engine.meter
+            began = meter.clock()
             batch = self._batch(rows)
+            meter.add_seconds(COLLATE, began)
             if self._batching.lineage:
                 batch = with_lineage(batch, Lineage(row.made.origins for row in rows))
         except StopIteration:
@@ -187,6 +191,12 @@ class RowFeed(Feed):
 
     def knows(self, error: Exception) -> bool:
         return self._failed
+
+    def depth(self) -> int:
+        """A batch has rows of each host that has any left, or of as many hosts as it has rows."""
+        engine = self._lanes.engine
+        made = [engine.made_by(host) for host, ahead in enumerate(self._ahead) if ahead]
+        return min(made, default=0) * max(1, len(made) // self._batching.size)
 
     def ready(self) -> bool:
         return all(not ahead or self._lanes.engine.ready(ahead[0].ticket) for ahead in self._ahead)

@@ -25,6 +25,7 @@ from unbroken.lanes import LaneStream
 from unbroken.options import Options
 from unbroken.position import LanesPosition, MapPosition, Position
 from unbroken.sampling import MapOrder
+from unbroken.stats import Stats
 
 __all__ = ["new_engine", "new_feed", "new_rules"]
 
@@ -46,7 +47,13 @@ def new_rules(loader: DataLoader[Any], kind: str, position: Position, options: O
 
 
 def new_engine(
-    loader: DataLoader[Any], kind: str, lanes: int, owned: int | None, rules: Rules, options: Options
+    loader: DataLoader[Any],
+    kind: str,
+    lanes: int,
+    owned: int | None,
+    rules: Rules,
+    options: Options,
+    stats: Stats,
 ) -> Engine:
     """An engine for a dataset of a ``kind`` (see ``Plan``), of whose ``lanes`` this rank has ``owned``."""
     default = default_collate if loader.batch_sampler is not None else default_convert
@@ -65,16 +72,24 @@ def new_engine(
         worker_init_fn=loader.worker_init_fn,
         in_threads=context == THREAD and hosts > 0,
     )
+    engine: Engine
     if hosts == 0:
-        return Inline(plan)
-    if context == THREAD:
-        return Threads(plan, loader.prefetch_factor or 0, loader.timeout)
-    context = context or torch.multiprocessing.get_context()
+        engine = Inline(plan, stats.own)
+    elif context == THREAD:
+        engine = Threads(plan, loader.prefetch_factor or 0, loader.timeout, stats)
+    else:
+        engine = _new_pool(loader, plan, options, stats)
+    engine.meter = stats.own
+    return engine
+
+
+def _new_pool(loader: DataLoader[Any], plan: Plan, options: Options, stats: Stats) -> Pool:
+    context = loader.multiprocessing_context or torch.multiprocessing.get_context()
     faults = options.faults
     patience = Patience(
         loader.timeout, faults.restarts, restart_late=faults.on_timeout == "restart", again=not options.prefetch.saved
     )
-    return Pool(plan, context, loader.prefetch_factor or 0, patience, options.prefetch.max_bytes)
+    return Pool(plan, context, loader.prefetch_factor or 0, patience, options.prefetch.max_bytes, stats)
 
 
 def new_feed(

@@ -161,6 +161,11 @@ class StoredFeed(Feed):
             self._ends = []
             self._lanes.count_turns()
 
+    def depth(self) -> int:
+        engine, held = self._lanes.engine, list(self._held.items())
+        waiting = sum(max(0, len(each) - self._taken[number]) for number, each in held)
+        return waiting + sum(map(engine.made_by, range(engine.hosts)))
+
     def ready(self) -> bool:
         turns = self._lanes.turns
         lanes = turns.in_order() if not self._in_order else [turns.peek()] if turns else []

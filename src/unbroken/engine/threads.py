@@ -24,6 +24,8 @@ from unbroken.engine.signals import PutOff
 from unbroken.errors import WorkerDied, WorkerTimeout
 from unbroken.lane_position import LanePosition
 from unbroken.made import Made
+from unbroken.meters import DONE
+from unbroken.stats import Stats
 
 __all__ = ["Threads"]
 
@@ -38,19 +40,21 @@ class Threads(Engine):
     that is dropped is closed. They are daemons: a read that never returns keeps no interpreter from ending.
     """
 
-    def __init__(self, plan: Plan, prefetch_factor: int, timeout: float) -> None:
+    def __init__(self, plan: Plan, prefetch_factor: int, timeout: float, stats: Stats | None = None) -> None:
         self.hosts = plan.hosts
         self.lookahead = prefetch_factor
         self._timeout = timeout
         self._ticket = 0
         self._asked: dict[int, tuple[int, RowsTask]] = {}  # of each task that is not answered: its host, and itself
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, tuple[int, Reply]] = {}  # with the host that it is of
         self._remaking = Remaking()
         self._common = _Common()
         self._threads = [_Thread(plan, number, self._common) for number in range(plan.hosts)]
         self._close = weakref.finalize(self, _shut_down, self._common, self._threads)
         try:
             for thread in self._threads:
+                if stats is not None:
+                    stats.watch(thread.work.meter)
                 thread.start()
         except BaseException:
             self.close()
@@ -60,6 +64,8 @@ class Threads(Engine):
         """Lanes are dealt out in the order given: the first to host 0, the next to host 1, and so on."""
         self._check()
         self._common.first_ticket = self._ticket + 1
+        for host, _ in self._replies.values():
+            self._threads[host].taken += 1
         self._replies.clear()
         self._asked.clear()
         numbers = list(starts)
@@ -110,7 +116,13 @@ class Threads(Engine):
                 raise WorkerTimeout(self._whereabouts(ticket)) from None
             if self._take(answer):
                 deadline = self._deadline()
-        return self._replies.pop(ticket)
+        host, reply = self._replies.pop(ticket)
+        self._threads[host].taken += 1
+        return reply
+
+    def made_by(self, host: int) -> int:
+        thread = self._threads[host]
+        return max(0, int(thread.work.meter.counts[DONE]) - thread.taken)
 
     def _deadline(self) -> float:
         return monotonic() + self._timeout if self._timeout > 0 else math.inf
@@ -123,10 +135,12 @@ class Threads(Engine):
             self._remaking.report(*answer[1:])
             return True
         self._remaking.end()
-        _, ticket, reply = answer
+        _, ticket, host, reply = answer
         if ticket >= self._common.first_ticket:
             del self._asked[ticket]
-            self._replies[ticket] = reply
+            self._replies[ticket] = host, reply
+        else:
+            self._threads[host].taken += 1
         return False
 
     def _check(self) -> None:
@@ -198,11 +212,14 @@ class _Raised:
 
 @final
 class _Thread:
-    """A thread, and what it is asked: ``orders``, and the tasks that are ``held`` until some go together."""
+    """A thread, and what it is asked: ``orders``, and the tasks that are ``held`` until some go together. Of what it
+    made so many were ``taken``.
+    """
 
     def __init__(self, plan: Plan, number: int, common: _Common) -> None:
         self.orders: SimpleQueue[Any] = SimpleQueue()
         self.held: list[tuple[int, RowsTask]] = []
+        self.taken = 0
         self.work = _Work(plan, number, common, self.orders)
         self._thread = threading.Thread(target=self.work.run, name=f"unbroken thread {number}", daemon=True)
 
@@ -231,6 +248,7 @@ class _Work:
         self._broken: BaseException | None = None
         self._lane = -1
         self._host = Host(plan, number, self._report)
+        self.meter = self._host.meter
 
     def run(self) -> None:
         while (order := self._orders.get()) is not None:
@@ -257,7 +275,8 @@ class _Work:
     def _make(self, tasks: list[tuple[int, RowsTask]]) -> None:
         for ticket, task in tasks:
             if self._common.wants(ticket) and (reply := self._rows(ticket, task)) is not None:
-                self._common.answers.put(("made", ticket, reply))
+                self._common.answers.put(("made", ticket, self._number, reply))
+                self.meter.counts[DONE] += 1
                 del reply
 
     def _rows(self, ticket: int, task: RowsTask) -> Reply | None:
@@ -296,3 +315,4 @@ def _shut_down(common: _Common, threads: list[_Thread]) -> None:
         until = monotonic() + _GRACE
         for thread in threads:
             thread.join(until - monotonic())
+            thread.work.meter.ended = True

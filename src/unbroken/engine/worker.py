@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, final
 
 import torch
@@ -27,6 +28,7 @@ from unbroken.engine.wire import Encoded, RowLayout, encode
 from unbroken.errors import UnbrokenError, UnsendableBatch
 from unbroken.lane_position import LanePosition
 from unbroken.made import Made, Turn
+from unbroken.meters import COLLATE, DATASET, DONE, Meter
 from unbroken.skipped import Fetched
 
 __all__ = ["Failure", "main", "open_pidfd"]
@@ -178,6 +180,7 @@ class _Worker:
         self._host: Host | None = None
         self._layout: tuple[bytes, RowLayout] | None = None
         self._notes: Any = [0, 0, 0]  # see ``take_notes``
+        self._meter = Meter()
 
     def run(self) -> None:
         try:
@@ -204,9 +207,9 @@ class _Worker:
             raise _Gone from None
 
     def _on_notes(self) -> None:
-        self._notes = take_notes(self._channel.take_descriptor())
+        self._notes, self._meter = take_notes(self._channel.take_descriptor())
         if self._host is not None:
-            self._host.notes = self._notes
+            self._host.notes, self._host.meter = self._notes, self._meter
         self._send("listening")
 
     def _on_arena(self, arena: int, size: int) -> None:
@@ -243,9 +246,11 @@ class _Worker:
             where += f" ({self._host.where(task)})" if self._host is not None else ""
             self._send("failed", ticket, Failure.of(error, where))
         self._notes[0] = 0
+        self._meter.counts[DONE] += 1
 
     def _batch(self, ticket: int, slot: tuple[int, int, int] | None, task: Any, host: Host) -> None:
         made: Any
+        began = perf_counter()
         if isinstance(task, MapTask):
             self._notes[0], self._notes[1] = 1, -1  # the host counts the samples, if they are asked for one by one
             samples, made = host.batch(task)
@@ -260,11 +265,15 @@ class _Worker:
                 return
             samples = made.samples if self._plan.batched else made.samples[0]
             made.samples = []
+        seconds = self._meter.seconds
+        seconds[DATASET] += (made_at := perf_counter()) - began
+        host.count(samples)
         encoded = host.encode(samples)
         try:
             self._deliver(ticket, slot, encoded, made)
         except (RuntimeError, ValueError):  # samples that do not stack: torch decides what comes of them
             self._deliver(ticket, slot, host.encode(samples, put_off=False), made)
+        seconds[COLLATE] += perf_counter() - made_at
 
     def _deliver(self, ticket: int, slot: tuple[int, int, int] | None, encoded: Encoded, made: Any) -> None:
         """Write a batch to its slot, or to memory of its own where there is no slot large enough yet."""
@@ -309,14 +318,15 @@ class _Worker:
                 row, found.samples = found.samples[0], []
             else:
                 row, made = found
+            began = perf_counter() if not rows and room is not None else 0.0
             if room is not None and room.put(place, row):
                 rows.append((lane, place, made))
             else:
                 loose.append(row)
                 rows.append((lane, None, made))
-        layout = RowLayout.of(loose[0]) if loose else None
-        encoded = encode(loose) if loose else Encoded(b"", [], 0)
-        self._deliver_rows(ticket, encoded, (rows, layout, failure))
+            if began:  # one stands for all
+                self._meter.seconds[COLLATE] += (perf_counter() - began) * len(task.turns)
+        self._deliver_rows(ticket, loose, rows, failure)
 
     def _layout_of(self, sealed: bytes) -> RowLayout:
         """The layout that comes with every task, and is read once."""
@@ -324,8 +334,15 @@ class _Worker:
             self._layout = sealed, RowLayout(pickle.loads(sealed))
         return self._layout[1]
 
-    def _deliver_rows(self, ticket: int, encoded: Encoded, made: Any) -> None:
+    def _deliver_rows(self, ticket: int, loose: list[Any], rows: list[Any], failure: Failure | None) -> None:
+        """Those that lie in their places are there already; the ``loose`` ones go by themselves."""
+        if not loose:
+            self._send("done", ticket, "rows", 0, b"", (rows, None, failure))
+            return
+        began = perf_counter()
+        encoded, made = encode(loose), (rows, RowLayout.of(loose[0]), failure)
         if not encoded.nbytes:
             self._send("done", ticket, "rows", 0, encoded.data, made)
         else:
             self._deliver(ticket, None, encoded, made)
+        self._meter.add_seconds(COLLATE, began)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 
 from unbroken.errors import InvalidState
 from unbroken.lineage import Origin
+from unbroken.meters import PACK
 from unbroken.streams.arguments import read_state
 from unbroken.streams.packed import NOTHING, Columns, Documents, Row, Tokens, check_layout, kept_of, laid_out
 from unbroken.streams.stage import StageIterator
@@ -130,9 +131,12 @@ class BestFitIterator(StageIterator):
         self._span = (0, 0)  # of the row that was yielded last
 
     def __next__(self) -> Row:
+        meter = self._documents.meter
         while not self._spans:
             if self._rows:
+                began = meter.clock()
                 self._lay_out()
+                meter.add_seconds(PACK, began)
             else:
                 self._fill()
         self._span = start, stop = self._spans.pop()
@@ -145,11 +149,15 @@ class BestFitIterator(StageIterator):
         else:
             seq_len, taken = self._cuts[-1]
             self._cuts[-1] = seq_len, taken + 1
-        return self._block.row(start, stop, length, fit.columns)
+        began = meter.clock()
+        row = self._block.row(start, stop, length, fit.columns)
+        meter.add_seconds(PACK, began)
+        return row
 
     def _fill(self) -> None:
         """The rows of the window that were not taken. Raises ``StopIteration`` where there is no further window."""
         self._ended = self._read_window()
+        began = self._documents.meter.clock()
         fit, filling, cuts = self._fit, self._filling, self._cuts
         fresh = not cuts[0][1]
         if self._ended and fresh and not filling.pieces:
@@ -180,6 +188,7 @@ class BestFitIterator(StageIterator):
         if self._ended and fit.last == "drop" and rows and _tokens_of(rows[-1]) < fit.seq_len:
             rows.pop()
         self._rows, self._cuts, self._filling = rows[::-1], cuts, _Filling()
+        self._documents.meter.add_seconds(PACK, began)
         if not rows:
             self._begin_next()
 

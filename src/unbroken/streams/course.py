@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, final
 
+from unbroken.meters import IDLE, Meter
 from unbroken.seeding import Permutation, key
 
 __all__ = ["ChunkOrder", "Course", "Journal", "Record", "epoch_of_pass"]
@@ -92,14 +93,23 @@ class Course:
     """How a lane was opened.
 
     ``order`` is the order of chunks (``None``: that of the files), ``lineage`` whether origins are asked for, ``path``
-    the names of the sources on the way to this stage (``"web/"``), empty where none has one; ``journal`` is
-    shared by all stages.
+    the names of the sources on the way to this stage (``"web/"``), empty where none has one; ``journal`` and
+    ``meter`` are shared by all stages.
     """
 
     order: ChunkOrder | None = None
     lineage: bool = False
     path: str = ""
     journal: Journal = field(default_factory=Journal)
+    meter: Meter = IDLE
+
+    def source_of(self, stages: Iterable[Any]) -> str:
+        """The name by which a stage counts what comes of these ``stages``: of the source that it lies in, else of the
+        only one that there is; empty where there are several.
+        """
+        below = list(stages)
+        one = all(len(stage.sources) < 2 and not stage.named for stage in below)
+        return self.path.rstrip("/") or (below[0].NAME if one else "")
 
     def shuffled(self, seed: int) -> Course:
         """The course for a source whose chunks are to come in a random order."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn, final
 
+import numpy as np
+
 from unbroken.errors import BadRow, InvalidState, StateMismatch
 from unbroken.lanes import Lane
 from unbroken.lineage import Origin
@@ -236,6 +238,8 @@ class _MixIterator(StageIterator):
             place.rows, place.empty = place.rows + 1, 0
             if self._stage.by == "tokens":
                 self._count(name, place, row, turns)
+            elif type(row) is dict and isinstance(ids := row.get("input_ids"), list | np.ndarray):
+                place.tokens += int(np.size(ids)) if isinstance(ids, np.ndarray) else len(ids)
             if name in turns.gone:  # and added again since
                 row = GONE
             break

@@ -12,6 +12,7 @@ import numpy as np
 from unbroken.errors import InvalidState
 from unbroken.lanes import Lane
 from unbroken.lineage import Origin
+from unbroken.meters import PACK
 from unbroken.streams.arguments import check_bool, check_one_of, check_whole, read_state
 from unbroken.streams.best_fit import BestFitIterator, Fit
 from unbroken.streams.course import Course
@@ -133,7 +134,9 @@ class Pack(Stage):
 
     def begin(self, lane: Lane, course: Course) -> StageIterator:
         record = course.journal.keep(f"{course.path}pack {self.depth}", Reached) if self.keeps_record else None
-        documents = Documents(self.source.begin(lane, course), lane.epoch, record, lineage=course.lineage)
+        below = list(self.source._all())
+        counted = None if any(stage.COUNTS_TOKENS for stage in below) else course.source_of(below)
+        documents = Documents(self.source.begin(lane, course), lane.epoch, record, course, counted)
         if self.layout == "concat":
             return _ConcatIterator(documents, self)
         return BestFitIterator(documents, Fit(self.seq_len, self.window, self.overflow, self.last, self.columns))
@@ -195,7 +198,10 @@ class _ConcatIterator(StageIterator):
         if self._from.keeps_record:
             document, token = self._place()
             self._from.reach(self._number_of(document), token)
-        return self._block.row(start, stop, length, stage.columns)
+        began = self._from.meter.clock()
+        row = self._block.row(start, stop, length, stage.columns)
+        self._from.meter.add_seconds(PACK, began)
+        return row
 
     def _fill(self) -> None:
         """A new block: what is left of the last one, and documents until there is enough for a row."""
@@ -226,7 +232,9 @@ class _ConcatIterator(StageIterator):
         parts = self._documents
         if self._head:
             parts = [parts[0][self._head :], *parts[1:]]
+        began = self._from.meter.clock()
         self._block = laid_out(parts, self._origins, {0: self._head} if self._head else None)
+        self._from.meter.add_seconds(PACK, began)
 
     def _take(self) -> int:
         """Read a document and hold what is kept of it. Returns how many of its tokens are still to be delivered."""

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from unbroken.errors import BadRow, InvalidState
 from unbroken.lineage import Origin
+from unbroken.meters import TOKENS
 from unbroken.streams.arguments import read_state
-from unbroken.streams.course import Record
+from unbroken.streams.course import Course, Record
 from unbroken.streams.stage import GONE, StageIterator
 
 __all__ = [
@@ -205,11 +206,18 @@ class Reached(Record):
 
 @final
 class Documents:
-    """The documents of a lane's epoch, one by one. ``number`` is that of the next, ``origins`` are of the last."""
+    """The documents of a lane's epoch, one by one. ``number`` is that of the next, ``origins`` are of the last.
 
-    def __init__(self, source: StageIterator, epoch: int, record: Reached | None, *, lineage: bool) -> None:
+    Their tokens are ``counted`` for the source of this name; None where a stage before this has counted them.
+    """
+
+    def __init__(
+        self, source: StageIterator, epoch: int, record: Reached | None, course: Course, counted: str | None
+    ) -> None:
         self.source = source
-        self.lineage = lineage
+        self.lineage = course.lineage
+        self.meter = course.meter
+        self._counts = None if counted is None else course.meter.source(counted)
         self.number = 0
         self._epoch = epoch
         self._record = record
@@ -232,6 +240,8 @@ class Documents:
                 "tokens. To leave tokens out of the loss, mark them by document_ids or a map() after pack()."
             )
         self.number += 1
+        if self._counts is not None and ids is not None:
+            self._counts[TOKENS] += len(ids)
         return ids
 
     @property

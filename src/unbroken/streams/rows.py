@@ -16,6 +16,7 @@ from unbroken.lineage import Origin
 from unbroken.seeding import key, seed_globals
 from unbroken.streams.arguments import check_bool, check_function, check_whole, read_state
 from unbroken.streams.course import Course
+from unbroken.streams.gauge import timed
 from unbroken.streams.identity import identity_of
 from unbroken.streams.stage import GONE, Stage, StageIterator
 
@@ -47,8 +48,8 @@ class _OfRows(Stage):
         path = [course.path] if course.path else []
         place = key(lane.seed, self.NAME, *path, self.depth, lane.epoch, lane.index)
         if self.NAME == "flat_map" or self.batched is not None:
-            return _BatchesIterator(source, self, place, lineage=course.lineage)
-        return _RowsIterator(source, self, place)
+            return _BatchesIterator(source, self, place, course)
+        return _RowsIterator(source, self, place, course)
 
     def arguments(self) -> str:
         return self._called(_name_of(self.fn))
@@ -229,10 +230,10 @@ class _Call:
 class _RowsIterator(StageIterator):
     """Position: that of the source, and how many of its rows went through."""
 
-    def __init__(self, source: StageIterator, stage: _OfRows, place: int) -> None:
+    def __init__(self, source: StageIterator, stage: _OfRows, place: int, course: Course) -> None:
         self._source = source
         self._name = stage.NAME
-        self._call = _Call(stage, place, source.where).one
+        self._call = timed(course.meter, _Call(stage, place, source.where).one)
         self._rows = 0
 
     def __next__(self) -> Any:
@@ -274,10 +275,10 @@ class _BatchesIterator(StageIterator):
     On a load the batch is made again, with the size that it was begun with; a new size begins with the next one.
     """
 
-    def __init__(self, source: StageIterator, stage: _OfRows, place: int, *, lineage: bool) -> None:
+    def __init__(self, source: StageIterator, stage: _OfRows, place: int, course: Course) -> None:
         self._source = source
         self._stage = stage
-        self._call = _Call(stage, place, self.where).many
+        self._call = timed(course.meter, _Call(stage, place, self.where).many)
         self._anchor = source.state_dict()
         self._rows = 0
         self._taken = 0
@@ -286,7 +287,7 @@ class _BatchesIterator(StageIterator):
         self._behind = 0  # how many rows are behind what was made
         self._made: list[Any] = []  # the next one last
         # Origins of the batch and of what comes next, where they were asked for; that of the last row
-        self._origins: list[list[tuple[Origin, ...]]] | None = [[], []] if lineage else None
+        self._origins: list[list[tuple[Origin, ...]]] | None = [[], []] if course.lineage else None
         self._origin: tuple[Origin, ...] = ()
 
     def __next__(self) -> Any:

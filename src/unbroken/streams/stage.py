@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from unbroken.lanes import Lane
 from unbroken.lineage import Origin
+from unbroken.meters import IDLE, Meter
 from unbroken.seeding import alone, put_back_globals, take_globals
 from unbroken.streams.arguments import read_state
 from unbroken.streams.course import Course, Journal
@@ -90,13 +91,14 @@ class Stage(IterableDataset[Any], ABC):
     before, as ``difference_class`` has it; or ``"cut"``: rows are others from there on, which is safe as long as no
     later stage counts them. Held is whatever lanes have to agree on within an epoch, how chunks are dealt above all:
     some have begun with the old value, and others would begin with the new. ``SEEDS`` is whether the stage seeds the
-    global generators.
+    global generators, ``COUNTS_TOKENS`` whether it counts the tokens that it reads.
     """
 
     default_lanes: int = 64
     NAME: ClassVar[str]
     DIFFERENCES: ClassVar[Mapping[str, str]] = {}
     SEEDS: ClassVar[bool] = False
+    COUNTS_TOKENS: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -138,12 +140,13 @@ class Stage(IterableDataset[Any], ABC):
         return ""
 
     @final
-    def open(self, lane: Lane, *, lineage: bool = False) -> StageIterator:
+    def open(self, lane: Lane, *, lineage: bool = False, meter: Meter = IDLE) -> StageIterator:
         """An iterator at the start of a lane's epoch. Nothing is read before its first row.
 
-        With ``lineage`` its ``origin()`` tells which stored rows are behind the row that was yielded last.
+        With ``lineage`` its ``origin()`` tells which stored rows are behind the row that was yielded last. In
+        ``meter`` its stages count and time what they do.
         """
-        course = Course(lineage=lineage)
+        course = Course(lineage=lineage, meter=meter)
         return _Opened(self.begin(lane, course), course.journal)
 
     @final

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from unbroken.errors import BadRow, InvalidState
 from unbroken.lanes import Lane
 from unbroken.lineage import Origin
+from unbroken.meters import TOKENIZE, TOKENS
 from unbroken.streams.arguments import read_state
 from unbroken.streams.course import Course
 from unbroken.streams.identity import identity_of
@@ -58,6 +59,7 @@ class Tokenize(Stage):
     """
 
     NAME: ClassVar[str] = "tokenize"
+    COUNTS_TOKENS: ClassVar[bool] = True
     DIFFERENCES: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("tokenizer", "text", "append", "add_special_tokens"), "data"
     )
@@ -97,7 +99,7 @@ class Tokenize(Stage):
         return True
 
     def begin(self, lane: Lane, course: Course) -> StageIterator:
-        return _TokenizeIterator(self.source.begin(lane, course), self, lineage=course.lineage)
+        return _TokenizeIterator(self.source.begin(lane, course), self, course)
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -121,10 +123,12 @@ class _TokenizeIterator(StageIterator):
     On a load the rows of the batch are read again; those that were taken are not tokenised again.
     """
 
-    def __init__(self, source: StageIterator, stage: Tokenize, *, lineage: bool) -> None:
+    def __init__(self, source: StageIterator, stage: Tokenize, course: Course) -> None:
         self._source = source
         self._stage = stage
-        self._origins: list[tuple[Origin, ...]] | None = [] if lineage else None  # one a text; the next one last
+        self._meter = course.meter
+        self._counts = course.meter.source(course.source_of(stage.source._all()))
+        self._origins: list[tuple[Origin, ...]] | None = [] if course.lineage else None  # one a text; the next one last
         self._encode: Encode | None = None
         self._anchor = source.state_dict()
         self._taken = 0
@@ -177,12 +181,16 @@ class _TokenizeIterator(StageIterator):
     def _ids_of(self, texts: list[str]) -> list[Ids]:
         if self._encode is None:
             self._encode = _encoder(_at_hand(self._stage), self._stage)
+        began = self._meter.clock()
         try:
-            return self._encode(texts)
+            found = self._encode(texts)
         except StopIteration as error:
             raise RuntimeError(
                 f"tokenize: the tokenizer raised StopIteration, for {self.where()}. The stream would end there."
             ) from error
+        self._meter.add_seconds(TOKENIZE, began)
+        self._counts[TOKENS] += sum(map(len, found))
+        return found
 
     def _text_of(self, row: Any) -> str:
         name = self._stage.text
@@ -240,6 +248,23 @@ def _loaded(path: str, digest: str) -> Any:
 
 def _at_hand(stage: Tokenize) -> Any:
     return _loaded(stage.tokenizer, stage.digest) if stage.digest else stage.tokenizer
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer in a file that tokenizers wrote, or what transformers knows by a name. Raises as they do."""
+    if name.endswith(".json"):
+        return Tokenizer.from_file(name)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def tokenizer_of(stream: Stage) -> Any:
+    """The tokenizer of the stage nearest to the end of a stream that tokenizes; None where none does."""
+    if isinstance(stream, Tokenize):
+        return _at_hand(stream)
+    found = (tokenizer_of(source) for source in (*stream.sources, *stream.named.values()))
+    return next((tokenizer for tokenizer in found if tokenizer is not None), None)
 
 
 def _check_repeatable(tokenizer: Any) -> None:

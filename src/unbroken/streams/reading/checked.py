@@ -18,10 +18,12 @@ from unbroken.errors import InexactDataset, InvalidState
 from unbroken.lanes import Lane
 from unbroken.ledger import digest
 from unbroken.lineage import Origin
+from unbroken.meters import DATASET, ROWS
 from unbroken.seeding import key, seed_globals
 from unbroken.state import seal, unseal
 from unbroken.streams.arguments import check_one_of, read_state
 from unbroken.streams.course import Course
+from unbroken.streams.gauge import Gauge
 from unbroken.streams.reading.track import Anchor, Track
 from unbroken.streams.stage import Stage, StageIterator
 
@@ -164,6 +166,7 @@ class _CheckedIterator(StageIterator):
         self._lane = lane
         self._replay = replay
         self._source = course.path.rstrip("/") or supply.NAME
+        self._gauge = Gauge(course.meter, self._source, DATASET)
         self._what = f"{supply.what()}, lane {lane.index} of {lane.count}"
         self._place = key(lane.seed, supply.NAME, *filter(None, [course.path]), lane.epoch, lane.index)
         self._track = Track(Anchor(), 0, [], looks=False)
@@ -172,6 +175,10 @@ class _CheckedIterator(StageIterator):
         self._untried = supply.APART and not lane.index and not replay
 
     def __next__(self) -> Any:
+        gauge = self._gauge
+        gauge.left -= 1
+        if not gauge.left:
+            gauge.begin()
         try:
             if self._subject is None and not self._ended:
                 self._open()
@@ -179,6 +186,7 @@ class _CheckedIterator(StageIterator):
                 self._try()
             row = _END if self._subject is None else self._make(self._subject, self._track, seeded=self._track.rows > 0)
         except BaseException as error:
+            gauge.began = 0.0
             self.close()  # an iterator that has raised may be at its end: the next call makes it anew
             if isinstance(error, StopIteration):
                 raise RuntimeError(f"{self._what}: a StopIteration was raised where no row was asked for.") from error
@@ -187,6 +195,9 @@ class _CheckedIterator(StageIterator):
             self._ended = True
             self.close()
             raise StopIteration
+        if gauge.began:
+            gauge.end()
+        gauge.counts[ROWS] += 1
         return row
 
     def _make(self, subject: _Subject, track: Track, *, seeded: bool) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias, final
 from torch.utils.data import IterableDataset
 
 from unbroken.lanes import Lane
+from unbroken.meters import DATASET
 from unbroken.seeding import key, seed_globals
 from unbroken.streams.reading.files import Access
 from unbroken.streams.reading.source import Format, Source
@@ -93,6 +94,7 @@ class Indexed(Format):
 
     NAME: ClassVar[str] = "from_map"
     SEEDS: ClassVar[bool] = True
+    STAGE: ClassVar[int] = DATASET
 
     caller: str
     dataset: Any

@@ -6,6 +6,7 @@ import logging
 from typing import Any, TypeAlias, final
 
 from unbroken.errors import InvalidState
+from unbroken.meters import IDLE, SKIPPED, Meter
 from unbroken.seeding import key
 from unbroken.streams.arguments import read_state
 from unbroken.streams.course import Record
@@ -40,7 +41,8 @@ class Skips(Record):
     ``forgotten`` is the last one that is not known any more, and what is made again must begin after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter = IDLE) -> None:
+        self._meter = meter
         self.count = 0
         self.named: list[list[str]] = []
         self.reached: Place = (0, 0, 0)
@@ -70,6 +72,7 @@ class Skips(Record):
         if place < self.reached or place in self._places:
             return
         self.count += 1
+        self._meter.counts[SKIPPED] += 1
         if self.count <= _MOST_NAMED or self.count in (10, 100, 1000, 10_000, 100_000):
             left_out = "a row" if what == "row" else "the rest of"
             _log.warning(f'on_error="skip" leaves out {left_out} {where}: {reason} ({self.count} in this lane)')

@@ -9,14 +9,17 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 from unbroken.errors import BadRow, InvalidState
 from unbroken.lanes import Lane
 from unbroken.lineage import Origin
+from unbroken.meters import DECODE
 from unbroken.seeding import key
 from unbroken.streams.arguments import read_state
 from unbroken.streams.course import ChunkOrder, Course
+from unbroken.streams.gauge import Gauge
 from unbroken.streams.reading.ahead import Forked, Pieces
 from unbroken.streams.reading.files import Access, one_line
 from unbroken.streams.reading.retrying import of_reading
@@ -49,13 +52,16 @@ class Format(ABC):
 
     A place in a chunk is a whole number, 0 at its start; what it counts is the format's affair (bytes, rows, ...).
     ``NAME`` is the function that users call. ``SEEDS``: whether making a row runs the user's code under random numbers
-    that the format seeds. ``UNIT`` is what the row in lineage counts, in words.
+    that the format seeds. ``UNIT`` is what the row in lineage counts, in words. ``STAGE`` is what making a row counts
+    as (see ``unbroken.meters``); ``TOKENS``: pieces have ``tokens`` (an array), of which ``inputs`` are read.
     """
 
     NAME: ClassVar[str]
     UNIT: ClassVar[str] = "row"
     DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data, held"}
     SEEDS: ClassVar[bool] = False
+    STAGE: ClassVar[int] = DECODE
+    TOKENS: ClassVar[bool] = False
 
     @abstractmethod
     def grain(self, lanes: int) -> int:
@@ -116,6 +122,7 @@ class Source(Stage):
 
     def __post_init__(self) -> None:
         names = {"NAME": self.format.NAME, "DIFFERENCES": self.format.DIFFERENCES, "SEEDS": self.format.SEEDS}
+        names["COUNTS_TOKENS"] = self.format.TOKENS
         for name, value in names.items():
             object.__setattr__(self, name, value)
 
@@ -177,10 +184,11 @@ class _SourceIterator(StageIterator):
         self._access = source.access
         # Sources of one mix draw apart, where a format draws at all.
         self._lane = replace(lane, seed=key(lane.seed, "source", course.path)) if course.path else lane
-        self._name = course.path.rstrip("/") or source.NAME
+        self._gauge = Gauge(course.meter, course.path.rstrip("/") or source.NAME, source.format.STAGE)
         self._seed = None if course.order is None else course.order.seed
         self._grain = source.format.grain(lane.count)
-        self._skips = course.journal.keep(f"{course.path}{source.NAME}", Skips) if source.keeps_record else None
+        skips = partial(Skips, course.meter)
+        self._skips = course.journal.keep(f"{course.path}{source.NAME}", skips) if source.keeps_record else None
         self._at = _Progress(0, 0)
         self._last: tuple[Any, int] | None = None  # the chunk and the place of the row that was yielded last
         self._dealt: tuple[ChunkList, Any] | None = None  # all chunks, and their order; made at the first row
@@ -190,6 +198,11 @@ class _SourceIterator(StageIterator):
     def __next__(self) -> Any:
         at = self._at
         number, place, mark, left_out = at.number, at.place, at.mark, at.left_out
+        gauge = self._gauge
+        if live := gauge.live:
+            left = gauge.left = gauge.left - 1
+            if not left:
+                gauge.begin()
         try:
             while True:
                 chunk = at.chunk
@@ -205,6 +218,10 @@ class _SourceIterator(StageIterator):
                         if type(row) is Bad:
                             raise BadRow(f"{self._format.where(chunk, start)}: {row.reason}.\n{row.way_out}")
                         at.place = after
+                        if live:
+                            if gauge.began:
+                                gauge.end()
+                            gauge.counts[0] += 1
                         return row
                 else:
                     found = self._next_good(chunk, self._skips)
@@ -215,10 +232,14 @@ class _SourceIterator(StageIterator):
                             "Put the file back as it was, and resume again."
                         )
                     if found:
+                        if gauge.began:
+                            gauge.end()
+                        gauge.counts[0] += 1
                         return found[0]
                 at.number, at.place, at.mark, at.chunk, self._rows = at.number + 1, 0, None, None, None
         except BaseException as error:
             self._rows = None
+            gauge.began = 0.0
             if not isinstance(error, StopIteration):  # the next call reads again from the last position
                 self._next, self._at = None, _Progress(number, place, mark, left_out)
             if isinstance(error, Forked):
@@ -277,7 +298,7 @@ class _SourceIterator(StageIterator):
             order = None if self._seed is None else ChunkOrder(self._seed).of(len(chunks), self._lane.epoch)
             self._dealt = chunks, order
             if not self._lane.index and 0 < len(chunks) < self._lane.count:
-                _tell_of_few(self._name, len(chunks), self._lane.count)
+                _tell_of_few(self._gauge.name, len(chunks), self._lane.count)
         chunks, order = self._dealt
         place = self._lane.index + number * self._lane.count
         if place >= len(chunks):
@@ -289,12 +310,12 @@ class _SourceIterator(StageIterator):
         if not self._access.ahead:
             fetched = self._fetch(chunk)
             at.mark = getattr(fetched, "mark", None)
-            return fetched
+            return self._gauge.pieces(fetched)
         ready, self._next = self._next, None
         if ready is None or ready[0] != at.number or at.place:
             ready = at.number, Pieces(self._fetch(chunk))
         at.mark = getattr(ready[1].fetched, "mark", None)
-        return ready[1].going_on(self._look_ahead)
+        return self._gauge.pieces(ready[1].going_on(self._look_ahead))
 
     def _fetch(self, chunk: Any) -> Iterator[Any]:
         at = self._at
@@ -350,7 +371,7 @@ class _SourceIterator(StageIterator):
     def origin(self) -> tuple[Origin, ...]:
         if self._last is None:
             return ()
-        return (Origin(self._name, *self._format.locate(*self._last)),)
+        return (Origin(self._gauge.name, *self._format.locate(*self._last)),)
 
 
 def _tell_of_few(name: str, chunks: int, lanes: int) -> None:

@@ -147,6 +147,7 @@ class _Windows(Format):
 
     NAME: ClassVar[str] = "read_tokens"
     UNIT: ClassVar[str] = "token"
+    TOKENS: ClassVar[bool] = True
     DIFFERENCES: ClassVar[Mapping[str, str]] = {
         "files": "data, held",
         "offsets": "data, held",
@@ -258,6 +259,7 @@ class _Documents(Format):
 
     NAME: ClassVar[str] = "read_tokens"
     UNIT: ClassVar[str] = "token"
+    TOKENS: ClassVar[bool] = True
     DIFFERENCES: ClassVar[Mapping[str, str]] = {"files": "data, held", "offsets": "data, held"}
 
     files: tuple[TokenFile, ...]
