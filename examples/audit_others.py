@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, tensor
+from torch import Generator, Tensor, tensor
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
 
 FOLDER = Path(tempfile.gettempdir()) / "unbroken-audit-others"
-DOCUMENTS = 2000
+DOCUMENTS = 160
 SEQ_LEN = 32
 
 
 def document(number: int) -> list[int]:
-    """Token ids, 10 to 59 of them, that no other document has."""
+    """Token ids, 10 to 59 of them, that no other document has. An epoch is some 40 batches of any loader here."""
     return [number * 100 + place for place in range(10 + number * 7 % 50)]
 
 
@@ -67,10 +67,11 @@ def torchdata_loader(num_workers: int = 0) -> Any:
 
 
 def torchdata_nodes(num_workers: int = 0) -> Any:
-    """torchdata's nodes: a random sampler, a map in threads, batches."""
+    """torchdata's nodes: a random sampler with a seed, a map in threads, batches."""
     from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
 
-    rows = ParallelMapper(SamplerWrapper(RandomSampler(range(DOCUMENTS))), document, num_workers or 1, method="thread")
+    sampler = RandomSampler(range(DOCUMENTS), generator=Generator().manual_seed(1))
+    rows = ParallelMapper(SamplerWrapper(sampler), document, num_workers or 1, method="thread")
     return Loader(Prefetcher(Batcher(rows, 4), 2))
 
 
@@ -91,7 +92,7 @@ def hugging_face(num_workers: int = 0) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     rows = Dataset.from_dict({"number": list(range(DOCUMENTS))}).to_iterable_dataset(num_shards=8)
-    return StatefulDataLoader(rows.shuffle(seed=1, buffer_size=100), batch_size=4, num_workers=num_workers)
+    return StatefulDataLoader(rows.shuffle(seed=1, buffer_size=40), batch_size=4, num_workers=num_workers)
 
 
 def mosaic(num_workers: int = 0) -> Any:
