@@ -4,14 +4,17 @@
     python examples/audit_others.py
     python examples/audit_others.py --only grain --only unbroken --reports out
 
-Each loader is a function below. It is run without a stop, then killed at random places and resumed, with 0 and 2
-workers, and held against the run without a stop, batch by batch. One that is not installed is left out, and said so.
-Files for the loaders that read some are written to a folder of the system for such files, once.
+Each loader is a function below. ``unbroken audit`` runs it without a stop, then kills it at random places, resumes it,
+and holds what it delivers against the run without a stop, batch by batch: with 0 workers, with 2, and with another
+number after half of the stops. A loader that is not installed is left out, and said so. What is written on the way lies
+in a folder of the system for such files.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +25,8 @@ from typing import Any
 import numpy as np
 from torch import Generator, Tensor, tensor
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
+
+import unbroken
 
 FOLDER = Path(tempfile.gettempdir()) / "unbroken-audit-others"
 DOCUMENTS = 160
@@ -109,12 +114,9 @@ def mosaic(num_workers: int = 0) -> Any:
     return StreamingDataLoader(rows, batch_size=4, num_workers=num_workers)
 
 
-def unbroken(num_workers: int = 0, dp_rank: int | None = None, dp_world_size: int | None = None) -> Any:
+def ours(num_workers: int = 0) -> Any:
     """The loader of this library over the same dataset as torchdata's."""
-    from unbroken import StatefulDataLoader
-
-    ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
-    return StatefulDataLoader(Packed(), batch_size=4, num_workers=num_workers, lanes=4, seed=1, **ranks)
+    return unbroken.StatefulDataLoader(Packed(), batch_size=4, num_workers=num_workers, lanes=4, seed=1)
 
 
 LOADERS = {
@@ -123,40 +125,35 @@ LOADERS = {
     "grain": (grain, "grain"),
     "datasets": (hugging_face, "datasets"),
     "mosaicml": (mosaic, "mosaicml-streaming"),
-    "unbroken": (unbroken, "unbroken"),
+    "unbroken": (ours, "unbroken"),
 }
 
 
-def audited(name: str, args: argparse.Namespace, workers: tuple[int, ...]) -> str:
-    """One line of the table."""
-    from unbroken.audit.judging import run_audit
-    from unbroken.audit.plan import Audit
-    from unbroken.audit.report import write_report
-    from unbroken.errors import AuditError
-
+def audited(name: str, args: argparse.Namespace, workers: str) -> str:
+    """One line of the table: what ``unbroken audit`` finds of a loader, with these numbers of workers."""
     function, package = LOADERS[name]
-    changed = " to ".join(map(str, workers))
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
-        return f"| {name} | {changed} | not installed | | | | | |"
-    factory = f"{Path(__file__).resolve()}:{function.__name__}"
-    # Two runs at a time would share what MosaicML keeps in shared memory.
-    jobs = 1 if name == "mosaicml" else None
-    try:
-        found = run_audit(
-            Audit(factory, batches=args.batches, trials=args.trials, workers=workers, seed=args.seed, jobs=jobs)
-        )
-    except AuditError as error:
-        return f"| {name} {version} | {changed} | {str(error).splitlines()[0]} | | | | | |"
+        return f"| {name} | {workers} | not installed | | | | | |"
+    out = FOLDER / "found.json"
+    command = [sys.executable, "-m", "unbroken.cli", "audit", f"{Path(__file__).resolve()}:{function.__name__}"]
+    command += [f"--workers={workers}", f"--batches={args.batches}", f"--trials={args.trials}", f"--seed={args.seed}"]
+    command += [f"--json={out}"]
+    if name == "mosaicml":  # two runs at a time would share what it keeps in shared memory
+        command.append("--jobs=1")
     if args.reports:
-        write_report(found, args.reports / f"{name.replace(' ', '-')}-{'-'.join(map(str, workers))}.html")
-    bad = [trial for trial in found.trials if trial.verdict != "exact"]
-    verdict = found.verdict if not bad else f"{found.verdict}, {len(bad)} of {len(found.trials)} runs"
-    sums = [sum(getattr(trial, kind) for trial in bad) for kind in ("lost", "repeated", "reordered", "altered")]
-    errors = sorted({trial.error.splitlines()[0] for trial in bad if trial.error})
-    why = "; ".join([*(cause.name for cause in found.causes), *errors])
-    return f"| {name} {version} | {changed} | {verdict} | {' | '.join(map(str, sums))} | {why} |"
+        command.append(f"--report={args.reports / f'{name}-{workers}.html'.replace(' ', '-')}")
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode not in (0, 1):
+        return f"| {name} {version} | {workers} | not audited: {' '.join(done.stderr.split())[:200]} | | | | | |"
+    found = json.loads(out.read_text())
+    bad = [trial for trial in found["trials"] if trial["verdict"] != "exact"]
+    verdict = f"{found['verdict']}, {len(bad)} of {len(found['trials'])} runs" if bad else found["verdict"]
+    sums = [str(sum(trial[kind] for trial in bad)) for kind in ("lost", "repeated", "reordered", "altered")]
+    errors = sorted({trial["error"].splitlines()[0] for trial in bad if trial["error"]})
+    why = "; ".join([*(cause["name"] for cause in found["causes"]), *errors])
+    return f"| {name} {version} | {workers} | {verdict} | {' | '.join(sums)} | {why} |"
 
 
 def main() -> int:
@@ -169,10 +166,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the places where runs are killed (%(default)s)")
     parser.add_argument("--reports", type=Path, metavar="DIR", help="write a page of each audit there")
     args = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
     print("| Loader | Workers | Verdict | Lost | Repeated | Reordered | Altered | Likely cause, or the error |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in args.only or LOADERS:
-        for workers in ((0,), (2,), (2, 0)):
+        for workers in ("0", "2", "2,0"):
             print(audited(name, args, workers), flush=True)
     return 0
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tests import datasets as ds
 from unbroken import StatefulDataLoader, display
-from unbroken.display import LoaderView, Screen, line_of
+from unbroken.display import LoaderView, Screen, fitted, parts_of, total_of
 
 ROOT = Path(__file__).parent.parent
 SHOWN, HIDDEN = "\x1b[?25h", "\x1b[?25l"  # the cursor
@@ -75,20 +75,50 @@ def loader_of(rows: int = 20, **more: Any) -> StatefulDataLoader[Any]:
 
 def test_the_line_says_where_the_run_is_and_how_it_goes() -> None:
     before = STATS | {"batches": 220, "rows": 7040, "tokens": 1_000_000}
-    assert line_of(STATS, before, 2.0, 5000) == (
-        "epoch 1, batch 234 of 5,000 · step 1,234 · 10.0 batches/s · 320 rows/s · 1.00M tokens/s · waiting 3% · "
-        "3 of 4 ready"
+    assert fitted(parts_of(STATS, before, 2.0, 5000)) == (
+        "epoch 1, batch 234 of 5,000 · waiting 3% · 3 of 4 ready · 10.0 batches/s · 1.00M tokens/s · 320 rows/s · "
+        "step 1,234"
     )
 
 
 def test_what_is_not_known_or_not_there_is_left_out() -> None:
     now = STATS | {"prefetch": 0}
-    assert line_of(now, now, 0.0, None) == "epoch 1, batch 234 · step 1,234 · waiting 3%"
+    assert parts_of(now, now, 0.0, None) == ["epoch 1, batch 234", "waiting 3%", "step 1,234"]
+    assert parts_of(now | {"batches": 1}, now, 0.0, None) == ["epoch 1, batch 234", "step 1,234"]
 
 
-def test_what_broke_is_in_the_line() -> None:
-    now = STATS | {"restarts": 1, "skipped": 2000}
-    assert line_of(now, now, 0.0, None).endswith("3 of 4 ready · 1 restarts · 2,000 skipped")
+def test_the_step_is_not_said_twice() -> None:
+    now = STATS | {"epoch": 0, "step": 234, "prefetch": 0}
+    assert parts_of(now, now, 0.0, None) == ["epoch 0, batch 234", "waiting 3%"]
+
+
+@pytest.mark.parametrize(("restarts", "text"), [(1, "1 restart"), (2, "2 restarts")])
+def test_what_broke_is_in_the_line(restarts: int, text: str) -> None:
+    now = STATS | {"restarts": restarts, "skipped": 2000}
+    assert parts_of(now, now, 0.0, None)[2:] == ["3 of 4 ready", text, "2,000 skipped", "step 1,234"]
+
+
+def test_in_80_columns_the_place_the_wait_and_the_speed_stay() -> None:
+    before = STATS | {"batches": 220, "rows": 7040, "tokens": 1_000_000}
+    line = fitted(parts_of(STATS | {"step_in_epoch": 1234}, before, 2.0, 50_000), 80)
+    assert line == "epoch 1, batch 1,234 of 50,000 · waiting 3% · 3 of 4 ready · 10.0 batches/s"
+
+
+@pytest.mark.parametrize(
+    ("width", "line"), [(None, "one · two · six"), (15, "one · two · six"), (14, "one · two"), (8, "one"), (1, "one")]
+)
+def test_what_does_not_fit_is_left_out_from_the_end(width: int | None, line: str) -> None:
+    assert fitted(["one", "two", "six"], width) == line
+
+
+def test_a_pass_that_is_over_is_told_as_a_whole() -> None:
+    first = STATS | {"batches": 200, "wait_seconds": 7.5}
+    now = STATS | {"epoch": 2, "wait_seconds": 8.5, "rows": 11_680, "tokens": 3_000_000}
+    assert (
+        fitted(total_of(now, first, 4.0))
+        == "epoch 1, 41 batches in 4.0 s · waiting 25% · 10.0 batches/s · 1.00k rows/s"
+    )
+    assert fitted(total_of(now, first, 0.0)) == "epoch 1, 41 batches in 0.0 s"
 
 
 @pytest.mark.parametrize(
@@ -104,8 +134,7 @@ def test_what_broke_is_in_the_line() -> None:
     ],
 )
 def test_rates_have_three_digits(rate: float, text: str) -> None:
-    line = line_of(STATS | {"rows": rate}, STATS | {"rows": 0}, 1.0, None)
-    assert f" {text} rows/s" in line
+    assert f"{text} rows/s" in parts_of(STATS | {"rows": rate}, STATS | {"rows": 0}, 1.0, None)
 
 
 # When it is drawn
@@ -178,12 +207,13 @@ def test_a_terminal_that_is_gone_stops_no_training(terminal: Terminal) -> None:
     assert len(list(loader)) == 10
 
 
-def test_a_line_that_is_too_long_is_cut_off() -> None:
-    narrow = Terminal(width=20)
+@pytest.mark.parametrize(("width", "lines"), [(12, {"epoch 1, ba…"}), (40, {"epoch 1, batch 234 · waiting 3%"})])
+def test_a_line_is_as_wide_as_the_terminal_at_most(width: int, lines: set[str]) -> None:
+    narrow = Terminal(width)
     view = LoaderView(lambda: lambda: STATS, None, narrow.screen)
     view.show(0.0)
     view.show(1.0)
-    assert max(len(line) for line in narrow.lines) <= 20
+    assert set(narrow.lines) == lines
 
 
 # Where it is not drawn
@@ -194,8 +224,58 @@ def test_what_is_no_terminal_gets_a_line_in_the_log_every_half_minute(caplog: py
     loader.measured.clock = Clock(0.5)  # 1 s a batch
     with caplog.at_level(logging.INFO, "unbroken"):
         list(loader)
-    found = [record.message.split(" · ")[0] for record in caplog.records if record.name == "unbroken"]
+    *found, last = [record.message.split(" · ")[0] for record in caplog.records if record.name == "unbroken"]
     assert found == [f"epoch 0, batch {number} of 100" for number in (1, 31, 61, 91)]
+    assert last.startswith("epoch 0, 100 batches in ")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says, without seconds and rates."""
+    return [record.message.split(" · ")[0].split(" in ")[0] for record in caplog.records if record.name == "unbroken"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_short_pass_has_a_line_at_its_first_batch_and_one_at_its_end(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = loader_of(num_workers=workers, multiprocessing_context="fork" if workers else None)
+    with caplog.at_level(logging.INFO, "unbroken"):
+        list(loader)
+        for number, _ in enumerate(loader):
+            if number == 3:
+                break
+        loader.close()
+    assert told(caplog) == [
+        "epoch 0, batch 1 of 10", "epoch 0, 10 batches", "epoch 1, batch 1 of 10", "epoch 1, 4 batches"
+    ]  # fmt: skip
+
+
+def test_a_pass_of_one_batch_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "unbroken"):
+        list(loader_of(2))
+    assert told(caplog) == ["epoch 0, batch 1 of 1"]
+
+
+def test_a_forked_process_tells_nothing_of_what_its_parent_iterates(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = iter([STATS, STATS | {"batches": 250}])
+    view = LoaderView(lambda: lambda: next(numbers), None)
+    with caplog.at_level(logging.INFO, "unbroken"):
+        view.show(0.0)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        view.pause()
+    assert told(caplog) == ["epoch 1, batch 234"]
+
+
+def test_a_log_that_breaks_at_the_end_of_a_pass_stops_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(parts: list[str]) -> None:
+        raise OSError("the disk is full")
+
+    screen = Screen()
+    monkeypatch.setattr(screen, "end", fail)
+    monkeypatch.setattr(display, "_screen", screen)
+    assert len(list(loader_of())) == 10
 
 
 def test_other_ranks_show_nothing(terminal: Terminal) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from unbroken import StatefulDataLoader, mix, read_jsonl
 from unbroken.cli import app
-from unbroken.errors import InvalidState, ReplayError, StateMismatch
+from unbroken.errors import FactoryError, InvalidState, ReplayError, StateMismatch
 from unbroken.replay import decoded, nearest, replay, step_of
 
 Make = Callable[..., StatefulDataLoader[Any]]
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two files of documents, ``w<number>x<place>`` each word, and a tokenizer that knows the words."""
     folder = tmp_path_factory.mktemp("replay")
     words = []
-    for name, count in (("web", 120), ("code", 60)):
+    for name, count in (("web", 300), ("code", 150)):
         texts = [[f"{name}{number}x{place}" for place in range(number % 9 + 1)] for number in range(count)]
         words += [word for text in texts for word in text]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": " ".join(text)}) + "\n" for text in texts))
@@ -50,11 +51,13 @@ def shuffled(**options: Any) -> StatefulDataLoader[Any]:
 
 
 class Dealt(IterableDataset[int]):
-    """The numbers below 30, dealt to the lanes."""
+    """The numbers below 90, dealt to the lanes."""
+
+    size = 90
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
-        yield from range(info.id, 30, info.num_workers) if info else range(30)
+        yield from range(info.id, self.size, info.num_workers) if info else range(self.size)
 
 
 def dealt(**options: Any) -> StatefulDataLoader[Any]:
@@ -115,6 +118,83 @@ def test_a_step_that_was_left_out_is_made_all_the_same() -> None:
         assert equal(replay(shuffled, position, step)[0].batch, batches[step])
 
 
+class Epochs(Dealt):
+    """Other numbers in each epoch."""
+
+    size, epoch = 30, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (number + 1000 * self.epoch for number in super().__iter__())
+
+
+def test_where_the_loop_sets_epochs_only_steps_of_that_of_the_position_are_made() -> None:
+    def make() -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(Epochs(), batch_size=3, seed=3)
+
+    loader, positions, batches = make(), [], []
+    for epoch in range(2):
+        loader.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+        for batch in loader:
+            batches.append(batch)
+            positions.append(loader.state_dict())
+    assert equal(replay(make, positions[11], 15)[0].batch, batches[15])
+    with pytest.raises(ReplayError, match=r"(?s)set_epoch.*later epoch"):
+        replay(make, positions[4], 12)
+    with pytest.raises(ReplayError, match=r"(?s)set_epoch.*between two epochs"):
+        replay(make, loader.state_dict(), 25)
+
+
+@pytest.mark.parametrize("kind", ["packed", "dealt"])
+def test_ranks_are_not_taken_over_the_end_of_an_epoch_that_they_may_have_ended_together(
+    kind: str, folder: Path
+) -> None:
+    make: Make = packed(folder) if kind == "packed" else dealt
+    with pytest.raises(ReplayError, match=r"Rank \d of 2 comes to the end of its data after step \d+"):
+        replay(make, None, 60, ranks=2, only=[0])
+
+
+def test_what_a_factory_leaves_out_is_left_out_but_the_step_itself() -> None:
+    def leaving_out() -> StatefulDataLoader[Any]:
+        loader = shuffled()
+        loader.skip(range(4, 6))
+        return loader
+
+    (batches,), _ = run(shuffled, 9)
+    assert [equal(replay(leaving_out, None, step)[0].batch, batches[step]) for step in range(9)] == [True] * 9
+
+
+def test_bad_batches_in_what_was_left_out_took_their_steps() -> None:
+    def make() -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(Faulty(range(40)), batch_size=4, seed=1, on_error="skip")  # type: ignore[arg-type]
+
+    loader = make()
+    batches = iter(loader)
+    first = next(batches)
+    loader.skip(range(1, 4))
+    position = loader.state_dict()
+    delivered = [first, *batches]
+    assert [batch.tolist() for batch in delivered[:2]] == [[0, 1, 2, 3], [16, 18, 19]]
+    assert equal(replay(make, position, 4)[0].batch, delivered[1])
+    assert equal(replay(make, position, 6)[0].batch, delivered[3])
+
+
+def test_without_a_position_and_a_seed_no_step_can_be_made() -> None:
+    with pytest.raises(ReplayError, match=r"(?s)no seed.*Name a checkpoint"):
+        replay(lambda: StatefulDataLoader(range(40), shuffle=True), None, 3)  # type: ignore[arg-type]
+
+
+def test_a_loader_that_gives_lineage_gives_it_here_too(folder: Path) -> None:
+    def make() -> StatefulDataLoader[Any]:
+        loader = packed(folder)()
+        return StatefulDataLoader(loader.dataset, batch_size=2, lanes=4, seed=5, lineage=True)
+
+    (part,) = replay(make, None, 3)
+    assert part.batch["lineage"] == list(part.rows)
+
+
 def test_the_rows_of_a_map_style_dataset_are_its_indices() -> None:
     (part,) = replay(shuffled, None, 12)
     assert [origin.row for (origin,) in part.rows] == part.batch.tolist()
@@ -132,6 +212,35 @@ def test_the_rows_and_texts_of_a_stream_are_those_of_its_files(folder: Path) -> 
                 stored = json.loads(file.readline())["text"].split()
             assert origin.file == str(folder / f"{origin.source}.jsonl")
             assert text.split() == stored[origin.start : origin.stop]
+
+
+def test_steps_of_many_epochs_after_the_position_are_made(folder: Path) -> None:
+    (batches,), positions = run(shuffled, 60)
+    for step in (12, 23, 44, 59):
+        for position in (None, positions[3]):
+            (part,) = replay(shuffled, position, step)
+            assert equal(part.batch, batches[step])
+            assert part.epoch == step // 11
+
+
+class Faulty(list[int]):
+    """Its items 8 to 11 and 17 fail."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if 8 <= index < 12 or index == 17:
+            raise OSError("bad")
+        return super().__getitem__(index)
+
+
+def test_samples_that_were_left_out_are_no_rows_and_batches_of_them_no_steps() -> None:
+    def skipping() -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(Faulty(range(24)), batch_size=4, on_error="skip")  # type: ignore[arg-type]
+
+    batches = list(skipping())
+    for step in range(5):
+        (part,) = replay(skipping, None, step)
+        assert equal(part.batch, batches[step])
+        assert [origin.row for (origin,) in part.rows] == part.batch.tolist()
 
 
 def test_loaders_that_know_no_ranks_are_made_again_rank_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +277,20 @@ def test_what_cannot_be_made_again_is_named(folder: Path) -> None:
         replay(make, positions[4], 4, only=[2])
     with pytest.raises(ReplayError, match="takes no dp_rank and dp_world_size"):
         replay(lambda: make(), positions[4], 4)
-    with pytest.raises(ReplayError, match=r"made a builtins\.list"):
+    with pytest.raises(ReplayError, match=r"of type builtins\.list"):
         replay(list, None, 4)  # type: ignore[arg-type]
     with pytest.raises(StateMismatch, match="another kind"):
         replay(shuffled, positions[4], 4)
     with pytest.raises(InvalidState):
         replay(make, {"loader": "{}"}, 4)
+    header = json.loads(positions[4]["unbroken"])
+    for at in (None, [1, 2], [0, "x", 2]):
+        with pytest.raises(InvalidState, match="at which step"):
+            replay(make, {**positions[4], "unbroken": json.dumps({**header, "at": at})}, 4)
+    with pytest.raises(FactoryError, match="raised ZeroDivisionError"):
+        replay(lambda: 1 // 0, None, 4)  # type: ignore[arg-type, return-value]
+    with pytest.raises(FactoryError, match="ended the program"):
+        replay(lambda: sys.exit(3), None, 4)  # type: ignore[arg-type, return-value]
 
 
 def test_a_loader_without_batches_has_no_steps() -> None:
@@ -245,6 +362,28 @@ def test_the_command_prints_what_is_behind_a_batch(program: str, folder: Path, t
     assert "step 6, epoch 0, rank 1 of 2" in shown.stdout
     assert "step-4.pt" in shown.stdout
     assert str(parts[1]["rows"][0][0]["row"]) in shown.stdout
+
+
+def test_the_command_puts_the_files_of_ranks_together(program: str, tmp_path: Path) -> None:
+    from unbroken.factories import load_factory
+
+    make = load_factory(program)
+    (_, batches), positions = run(make, 7, ranks=2)
+    for step in (2, 4):
+        for rank in range(2):
+            own = {f"lane-{lane:06d}" for lane in range(rank, 4, 2)} | {"unbroken"}
+            state = {name: text for name, text in positions[step].items() if name in own}
+            (tmp_path / f"step-{step}-rank-{rank}.json").write_text(json.dumps(state))
+    (tmp_path / "found.json").write_text(json.dumps({"versions": {"unbroken": "0.1.0"}}))
+    files = [f"--checkpoint={tmp_path / f'step-4-rank-{rank}.json'}" for rank in range(2)]
+    for given in (files, [f"--checkpoint={tmp_path}"]):
+        made = tmp_path / "made.pt"
+        result = runner.invoke(app, ["replay", program, "--step", "6", *given, "--rank", "1", "--save", str(made)])
+        assert result.exit_code == 0, result.output
+        assert "step-4-rank-1.json" in result.output.replace("\n", "")
+        assert "--decode" in result.output
+        assert equal(torch.load(made, weights_only=True)[0], batches[6])
+        made.unlink()
 
 
 def test_the_command_shows_batches_of_other_datasets_too(program: str) -> None:

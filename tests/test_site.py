@@ -13,13 +13,18 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 import pytest
+from typer.main import get_command
 
 import unbroken
+import unbroken.fixtures
+import unbroken.replay
 import unbroken.testing
+from unbroken.cli import app
 
 ROOT = Path(__file__).parent.parent
 DRAWINGS = sorted((ROOT / "docs" / "assets").glob("*.svg"))
@@ -138,11 +143,40 @@ def test_every_link_of_the_site_leads_somewhere(pages: dict[Path, Reader]) -> No
 def test_every_public_name_has_an_entry_in_the_reference(pages: dict[Path, Reader]) -> None:
     names = {f"unbroken.{name}" for name in unbroken.__all__}
     names |= {f"unbroken.testing.{name}" for name in unbroken.testing.__all__}
-    names |= {
-        f"unbroken.StatefulDataLoader.{name}" for name in ("state_dict", "load_state_dict", "state_after", "close")
-    }
+    names |= {f"unbroken.replay.{name}" for name in unbroken.replay.__all__}
+    names |= {f"unbroken.fixtures.{name}" for name in unbroken.fixtures.__all__}
+    names |= {"unbroken.checkpoints.files.read_position", "unbroken.checkpoints.ledgers.compare_ledgers"}
     names |= {f"unbroken.Stage.{name}" for name in ("map", "filter", "shuffle", "tokenize", "pack", "repeat", "open")}
     assert names - entries(pages) == set(), "a line `::: unbroken.<name>` in a page of docs/reference/ makes one"
+
+
+def own_members(kind: type) -> set[str]:
+    """The public methods and properties of a class that it does not have from elsewhere; not those for the iterator."""
+    found = {}
+    for base in reversed(kind.__mro__):
+        found |= {name: (base, member) for name, member in vars(base).items() if not name.startswith("_")}
+    return {
+        name
+        for name, (base, member) in found.items()
+        if base.__module__.startswith("unbroken.") and not (member.__doc__ or "").startswith("For the iterator:")
+    }
+
+
+def test_every_method_of_the_loader_has_an_entry_wherever_it_is_defined(pages: dict[Path, Reader]) -> None:
+    names = own_members(unbroken.StatefulDataLoader) - {"multiprocessing_context"}  # torch's own
+    assert {"state_dict", "load_state_dict", "state_after", "close", "skip", "skipped", "stats"} <= names
+    assert {f"unbroken.StatefulDataLoader.{name}" for name in names} - entries(pages) == set()
+
+
+def test_every_command_is_in_the_reference(site: Path) -> None:
+    def commands(command: Any, path: str) -> list[str]:
+        inside = getattr(command, "commands", None)
+        return [path] if inside is None else [p for name, c in inside.items() for p in commands(c, f"{path} {name}")]
+
+    names = commands(get_command(app), "unbroken")
+    assert len(names) > 5
+    text = (site / "reference" / "tools.html").read_text("utf-8")
+    assert [name for name in names if f"<code>{name}" not in text] == []
 
 
 def test_what_the_iterator_of_the_loader_asks_for_is_no_entry(pages: dict[Path, Reader]) -> None:
@@ -253,6 +287,13 @@ root
 
 It raises ``ValueError``."""
     assert tool("docstrings").as_markdown(PROSE, ["seed", "first", "second"], links) == expected
+
+
+def test_a_table_of_a_docstring_becomes_one_of_markdown() -> None:
+    table = "What:\n\n======= =====\n``a``   one:\n        two\n``b``\n======= =====\n\nMore."
+    assert tool("docstrings").as_markdown(table, [], {}) == (
+        "What:\n\n|  |  |\n| --- | --- |\n| ``a`` | one: two |\n| ``b`` |  |\n\nMore."
+    )
 
 
 def test_a_paragraph_that_only_looks_like_an_argument_stays_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -133,6 +134,36 @@ def test_batches_of_a_map_style_dataset_that_are_left_out_are_not_made(num_worke
         assert not set(bad) & set(loader.dataset.asked)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_samples_in_what_is_left_out_change_nothing_whatever_was_made_ahead(num_workers: int) -> None:
+    """A batch of which nothing is left takes a step there, made or not, and what is left out is in no count."""
+    loader = StatefulDataLoader(
+        Squares(tuple(range(8, 13))), batch_size=4, num_workers=num_workers, on_error="skip", max_skipped=0
+    )
+    batches = iter(loader)
+    assert next(batches)[0, 0].item() == 0
+    if num_workers:  # what was asked for ahead is there
+        while not loader._iterating()._feed.ready():  # type: ignore[attr-defined, misc, union-attr]
+            time.sleep(0.01)
+    loader.skip(3)
+    position = loader.state_dict()
+    assert [batch[0, 0].item() for batch in batches] == [16, 20, 24, 28, 32, 36]
+    assert loader.skipped.count == 0
+    resumed = StatefulDataLoader(Squares(tuple(range(8, 13))), batch_size=4, on_error="skip", max_skipped=0)
+    resumed.load_state_dict(position)
+    assert [batch[0, 0].item() for batch in resumed] == [16, 20, 24, 28, 32, 36]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_of_nothing_that_is_to_be_delivered_takes_no_step(num_workers: int) -> None:
+    loader = StatefulDataLoader(
+        Squares(tuple(range(4, 8))), batch_size=4, num_workers=num_workers, on_error="skip", max_skipped=4
+    )
+    loader.skip(range(2, 4))
+    assert [batch[0, 0].item() for batch in loader] == [0, 8, 20, 24, 28, 32, 36]
+    assert loader.skipped.count == 4
+
+
 def test_a_batch_that_fails_moves_those_after_it_one_step_up() -> None:
     """It takes no step, so that the steps left out are of the batches that follow."""
     loader = StatefulDataLoader(Squares((4,)), batch_size=4)
@@ -240,9 +271,11 @@ def test_an_older_iterator_keeps_what_was_left_out_when_it_was_the_newest() -> N
 @pytest.mark.parametrize(
     ("batches", "error", "text"),
     [
-        (-1, ValueError, "load a position that was saved before"),
+        (-1, ValueError, "load a position that was saved earlier"),
         (range(1, 4), ValueError, "the next step is 2"),
         (range(1, 1 << 40), ValueError, "the next step is 2"),
+        (10**20, ValueError, r"0 to 2\*\*53"),
+        (range(3, 10**20), ValueError, r"to 2\*\*53 at most"),
         (range(-4, 5), ValueError, "the next step is 2"),
         (range(2, 9, 2), ValueError, "goes up by one"),
         (2.0, TypeError, "a number of batches, or a range of steps"),

@@ -17,6 +17,7 @@ from tests.audit import victims
 from tests.audit.here import Here, globals_put_back
 from unbroken import testing
 from unbroken.audit.judging import run_audit
+from unbroken.errors import AuditError
 from unbroken.testing import NotExact, Point, assert_resumes_exactly, rows_of
 
 
@@ -452,3 +453,18 @@ def test_a_function_whose_module_cannot_be_imported_by_name_is_named_by_its_file
     monkeypatch.setattr(victims.exact, "__module__", "elsewhere.victims")
     assert_resumes_exactly(victims.exact, mode="subprocess", jobs=1, trials=1)
     assert audits[0].factory == f"{Path(victims.__file__).resolve()}:exact"
+
+
+def test_pytest_shows_the_message_and_none_of_our_source(audits: list[Any]) -> None:
+    """Frames with ``__tracebackhide__`` are left out of what pytest shows of a failed test."""
+    calls: list[tuple[type[Exception], Any, dict[str, Any]]] = [
+        (NotExact, RepeatsOne, {}),
+        (NotExact, victims.late, {"mode": "subprocess", "jobs": 1, "trials": 1}),
+        (AuditError, victims.number, {"mode": "subprocess", "jobs": 1}),
+        (ValueError, lambda: Toy(0), {}),
+    ]
+    for kind, make_loader, arguments in calls:
+        with pytest.raises(kind) as caught:
+            assert_resumes_exactly(make_loader, **arguments)
+        ours = [entry for entry in caught.traceback if entry.path == Path(testing.__file__)]
+        assert ours and all(entry.frame.f_locals.get("__tracebackhide__") for entry in caught.traceback[1:])

@@ -1,7 +1,8 @@
 """Docstrings as Markdown: an extension of griffe, which reads them for the reference (see ``mkdocs.yml``).
 
 The docstrings are prose, with what Python programs are used to: ``::`` before a literal block, lists whose items go on
-with two spaces, paragraphs that begin with the name of an argument, and names of the package in double backticks.
+with two spaces, paragraphs that begin with the name of an argument, tables between lines of ``=``, and names of the
+package in double backticks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import griffe
 PACKAGE = "unbroken"
 INSIDE = "For the iterator:"  # begins what is said of methods of the loader that are for its iterator alone
 SEE = re.compile(r"\s*See ``(?P<path>unbroken\.[\w.]+)``\.$")
+TABLE = re.compile(r"^(?P<edge>(?:=+ +)+=+)\n(?P<rows>(?:.*\n)*?)(?P=edge)$", re.MULTILINE)
 NAME = re.compile(r"(?::\w+:`(?P<role>[\w.]+)`|``(?P<name>\w+)``)")
 
 
@@ -92,10 +94,28 @@ def same(text: str, other: str) -> bool:
 
 def as_markdown(text: str, parameters: Iterable[str], links: Mapping[str, str]) -> str:
     """A docstring as Markdown. ``links`` are the names to be linked, and where to."""
-    text = with_blocks(with_deeper_items(text))
+    text = with_blocks(with_deeper_items(with_tables(text)))
     parts = re.split(r"(^ *```(?s:.*?)^ *```$)", text, flags=re.MULTILINE)
     parts[::2] = [linked(with_arguments(part, set(parameters)), links) for part in parts[::2]]
     return "".join(parts)
+
+
+def with_tables(text: str) -> str:
+    """Tables of reStructuredText, without a head. A row whose first column is empty goes on with the one above."""
+
+    def table(found: re.Match[str]) -> str:
+        starts = [column.start() for column in re.finditer("=+", found["edge"])]
+        rows: list[list[str]] = []
+        for line in found["rows"].splitlines():
+            cells = [line[at:end].strip() for at, end in zip(starts, [*starts[1:], None], strict=True)]
+            if cells[0]:
+                rows.append(cells)
+            else:
+                rows[-1] = [f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells, strict=True)]
+        empty, line = [[""] * len(starts)], [["---"] * len(starts)]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in (*empty, *line, *rows))
+
+    return TABLE.sub(table, text)
 
 
 def with_deeper_items(text: str) -> str:

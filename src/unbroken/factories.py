@@ -12,7 +12,7 @@ from typing import Any
 
 from unbroken.errors import FactoryError
 
-__all__ = ["accepted", "load_factory", "name_of"]
+__all__ = ["accepted", "load_factory", "name_of", "needed"]
 
 
 def load_factory(name: str) -> Callable[..., Any]:
@@ -34,14 +34,26 @@ def load_factory(name: str) -> Callable[..., Any]:
         sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(path.stem if path.suffix == ".py" else where)
+        if path.suffix == ".py" and Path(getattr(found, "__file__", None) or "").resolve() != path.resolve():
+            raise FactoryError(
+                f"{where} cannot be imported: there is another module {path.stem!r}, in "
+                f"{getattr(found, '__file__', None) or 'Python itself'}.\nGive the file another name."
+            )
         for part in function.split("."):
             found = getattr(found, part)
+    except FactoryError:
+        raise
     except AttributeError as error:
         raise FactoryError(f"{where} has no {function!r}: {error}.") from error
+    except SystemExit as error:
+        raise FactoryError(
+            f"{where} ends the program when it is imported (exit code {error.code}).\n"
+            'Put what it does as a program below  if __name__ == "__main__":  so that only the function is taken.'
+        ) from error
     except Exception as error:
         raise FactoryError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise FactoryError(f"{name!r} is a {type(found).__name__}, and not a function that makes a loader.")
+        raise FactoryError(f"{name!r} is of type {type(found).__name__}, and not a function that makes a loader.")
     return found  # type: ignore[no-any-return]
 
 
@@ -76,3 +88,17 @@ def name_of(function: Callable[..., Any]) -> str:
     roots = [Path(root).resolve() for root in sys.path if root]
     found = any(file in (root / parts.with_suffix(".py"), root / parts / "__init__.py") for root in roots)
     return f"{module if found else file}:{name}"
+
+
+def needed(function: Callable[..., Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some keyword arguments that a function takes and has no default for."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    taken = accepted(function, wanted)
+    return {name: value for name, value in taken.items() if name in parameters and _wanting(parameters[name])}
+
+
+def _wanting(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD

@@ -23,6 +23,10 @@ _NUMPY_HAS = frozenset(
     getattr(torch, name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 )
+# By these a negated tensor, say, has the digest of an array that holds the same.
+_NUMPY = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in _NUMPY_HAS}
+_KINDS: dict[tuple[Any, tuple[int, ...]], int] = {}
+_MOST_KINDS = 4096
 _hash: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
@@ -83,7 +87,7 @@ def _of_tensor(value: torch.Tensor, cap: int) -> int:
         return _of_array(plain.numpy(), cap)
     except (TypeError, RuntimeError):  # a dtype that numpy has not (bfloat16), another device, or negated lazily
         flat = plain.detach().cpu().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
-        return _of_array(flat.view(torch.uint8).numpy(), cap)
+        return _of_bytes(flat.view(torch.uint8).numpy(), cap, _kind(_NUMPY.get(value.dtype, value.dtype), value.shape))
 
 
 def _of_rare_tensor(value: torch.Tensor, cap: int) -> int:
@@ -95,14 +99,28 @@ def _of_rare_tensor(value: torch.Tensor, cap: int) -> int:
     return _hash(repr(value).encode(), 4)
 
 
+def _kind(dtype: Any, shape: tuple[int, ...]) -> int:
+    """64 bits that stand for a dtype and a shape."""
+    found = _KINDS.get((dtype, shape))
+    if found is None:
+        if len(_KINDS) >= _MOST_KINDS:
+            _KINDS.clear()
+        found = _KINDS[dtype, shape] = _hash(f"{dtype}{[*shape]}".encode(), 6)
+    return found
+
+
 def _of_array(array: np.ndarray[Any, Any], cap: int) -> int:
+    return _of_bytes(array, cap, _kind(array.dtype, array.shape))
+
+
+def _of_bytes(array: np.ndarray[Any, Any], cap: int, kind: int) -> int:
     size = array.nbytes
     if size <= cap:
-        return _hash(np.ascontiguousarray(array), array.size)
+        return _hash(np.ascontiguousarray(array), kind)
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     part = cap // _PARTS
     starts = [(size - part) * number // (_PARTS - 1) for number in range(_PARTS)]
-    return _hash(b"".join([data[start : start + part] for start in starts]), array.size)
+    return _hash(b"".join([data[start : start + part] for start in starts]), kind)
 
 
 def _of_dict(value: dict[Any, Any], cap: int) -> int:
@@ -116,7 +134,10 @@ def _of_dict(value: dict[Any, Any], cap: int) -> int:
         parts.append(
             name.encode("utf-8", "surrogatepass") if type(name) is str else _digest(name, cap).to_bytes(8, "little")
         )
-        parts.append(array.tobytes() if small else _digest(field, cap).to_bytes(8, "little"))
+        if small:
+            parts.append(_kind(array.dtype, array.shape).to_bytes(8, "little") + array.tobytes())
+        else:
+            parts.append(_digest(field, cap).to_bytes(8, "little"))
     return _hash(b"\0".join(parts), 8)
 
 

@@ -72,7 +72,7 @@ def _read(fields: Mapping[str, Any]) -> Held:
     made = Made(
         number=whole(fields["number"]),
         digests=[whole(digest) for digest in fields["digests"]],
-        entry=None if fields["entry"] is None else whole(fields["entry"]),
+        entry=None if fields.get("entry") is None else whole(fields["entry"]),
         carry=resealed(fields.get("carry")),
         ended=bool(fields.get("ended")),
         rolled=bool(fields.get("rolled")),

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from unbroken.errors import ReplayError
-from unbroken.factories import accepted
+from unbroken.epochs import epoch_holders
+from unbroken.errors import FactoryError, InvalidState, ReplayError, UnbrokenError
+from unbroken.factories import accepted, needed
 from unbroken.lineage import Origin
 from unbroken.loader import StatefulDataLoader
+from unbroken.skipped import Fetched
 from unbroken.state import HEADER, parse_header
 from unbroken.streams.tokenize import tokenizer_of
 
@@ -48,7 +50,10 @@ class Replayed:
 
 def step_of(position: Mapping[str, Any]) -> int:
     """How many batches were delivered or left out when a position was saved. Raises ``InvalidState``."""
-    return int(parse_header(position)["at"][2])
+    at = parse_header(position).get("at")
+    if not isinstance(at, list) or len(at) != 3 or not all(type(number) is int for number in at):
+        raise InvalidState("The header of this position does not say at which step it was saved: it was changed.")
+    return int(at[2])
 
 
 def nearest(positions: Mapping[str, Mapping[str, Any]], step: int) -> str:
@@ -78,16 +83,22 @@ def replay(
     Args:
         make_loader: makes the loader of the run; called with ``dp_rank`` and ``dp_world_size`` if it takes them. Its
             batches are made in this process, whatever its ``num_workers``.
-        position: of the run, at that step or before it; ``None``: the start of the run (which needs its ``seed``).
+        position: of the run, at that step or before it; ``None``: the start of the run, which needs a ``seed``.
         step: of the run, from 0: the batch that was delivered after so many others, on each rank. A step that
             ``loader.skip()`` left out is made all the same.
         ranks: how many dp ranks there were at that step. Default: as many as saved the position.
+        only: the ranks whose batches are wanted. Default: all.
         report: called with rank, steps made, and steps to make.
 
     Raises:
         ReplayError: the step lies before the position, the loader is none of this library, or there are not so many
-            ranks or steps.
+            ranks or steps. Or an epoch has to be crossed on the way whose end depended on more than is known here: that
+            of lanes on several ranks, or where the run called ``set_epoch``.
         StateError: the position does not fit the loader.
+        FactoryError: ``make_loader`` raised, or ended the program.
+
+    What is not in the position is not known here: a batch of a map-style dataset that raised in the run, which went on
+    after it (it took no step there), and what ``worker_init_fn`` did in worker processes.
     """
     header = {} if position is None else parse_header(position)
     world = ranks or header.get("world") or header.get("ranks") or 1
@@ -101,11 +112,13 @@ def replay(
     if outside := [rank for rank in chosen if not 0 <= rank < world]:
         raise ReplayError(f"There is no rank {outside[0]} among {world}, which are numbered from 0.")
     found = []
-    for rank in chosen:
+    for rank in range(world):
         loader = _made(make_loader, rank, world, shared=header.get("ranks") is None)
-        if position is not None:
-            loader.load_state_dict(_of_rank(position, rank, header))
-        found.append(_batch_of(loader, step, rank, world, report))
+        # Where ranks have lanes, one that comes to its end before the step may have ended the epoch of all.
+        if rank in chosen or (world > 1 and loader._order is None and header.get("ranks") is None):
+            _place(loader, position, rank, header, step)
+            part = _batch_of(loader, step, rank, world, report)
+            found += [part] if rank in chosen else []
     return found
 
 
@@ -150,63 +163,126 @@ def _made(make_loader: Callable[..., Any], rank: int, world: int, *, shared: boo
             "dp_world_size.\nLet it take both and pass them on to the loader, or say ranks=1 for the rows of the "
             "global order."
         )
-    loader = make_loader(**taken)
+    try:
+        loader = make_loader(**needed(make_loader, {"num_workers": 0}), **taken)
+    except SystemExit as error:
+        raise FactoryError(f"The function ended the program (exit code {error.code}) and made no loader.") from error
+    except UnbrokenError:
+        raise
+    except Exception as error:
+        raise FactoryError(f"The function that makes the loader raised {type(error).__name__}: {error}") from error
     if not isinstance(loader, StatefulDataLoader):
         raise ReplayError(
-            f"The function made a {type(loader).__module__}.{type(loader).__qualname__}, and only batches of an "
-            "unbroken.StatefulDataLoader can be made again from a position."
+            f"The function made an object of type {type(loader).__module__}.{type(loader).__qualname__}, and only "
+            "batches of an unbroken.StatefulDataLoader can be made again from a position."
         )
     loader.num_workers = 0
-    if loader._kind == "stream":
-        loader._options = replace(loader._options, lineage=True)
     return loader
 
 
+def _place(
+    loader: StatefulDataLoader[Any], position: Mapping[str, Any] | None, rank: int, header: Mapping[str, Any], step: int
+) -> None:
+    """Stand at the position, with all that was left out but the step itself."""
+    if position is not None:
+        state = _of_rank(position, rank, header)
+        if epoch_holders(loader) and not header["at"][1]:
+            raise _unknown_epoch("the position was saved between two epochs")
+        if any(isinstance(text, str) and '"stopped":true' in text for text in state.values()):
+            raise ReplayError(
+                "The position was saved where all ranks had ended an epoch together, with rows left in it, and which "
+                "of them come next was for the ranks to agree on.\nName a checkpoint that was saved within an epoch."
+            )
+    elif loader._options.seeded or (loader._order is not None and loader._order.kind == "sequential"):
+        state = loader.state_dict()
+    else:
+        raise ReplayError(
+            "Without a position the run is made from its start, and this loader has no seed: each run has another "
+            "order.\nName a checkpoint of the run."
+        )
+    state = {name: text if name == HEADER else _with_step(text, step) for name, text in state.items()}
+    if position is not None or any('"passed"' in text for text in state.values()):
+        loader.load_state_dict(state)
+
+
 def _of_rank(position: Mapping[str, Any], rank: int, header: Mapping[str, Any]) -> dict[str, Any]:
-    """The position for one rank, in one process, with no step left out."""
-    found = {name: text if name == HEADER else _with_all_steps(text) for name, text in position.items()}
+    """The position for one rank, in one process."""
     if header.get("ranks") is None:
-        return found
+        return dict(position)
     leaf = f"rank-{rank:04d}"
-    if leaf not in found:
+    if leaf not in position:
         raise ReplayError(
             f"The position has no leaf {leaf!r}: it was saved by {header['ranks']} ranks, each its own, and is not "
-            "that of all.\nMerge the states of all ranks with {**a, **b}, or name the rank that you have."
+            "that of all.\nName the files of all ranks, or the rank that you have."
         )
-    return {HEADER: json.dumps({**header, "ranks": 1}), "rank-0000": found[leaf]}
+    return {HEADER: json.dumps({**header, "ranks": 1}), "rank-0000": position[leaf]}
 
 
-def _with_all_steps(text: Any) -> Any:
-    if isinstance(text, str) and '"passed"' in text:
-        leaf = json.loads(text)
-        return json.dumps({name: value for name, value in leaf.items() if name != "passed"})
-    return text
+def _with_step(text: Any, step: int) -> Any:
+    """A leaf in which a step is not left out. What else is left out took a step each, and stays."""
+    if not isinstance(text, str) or '"passed"' not in text:
+        return text
+    leaf = json.loads(text)
+    passed = [
+        part
+        for first, stop in leaf.pop("passed", [])
+        for part in ((first, min(stop, step)), (max(first, step + 1), stop))
+    ]
+    ranges = [part for part in passed if part[0] < part[1]]
+    return json.dumps({**leaf, "passed": ranges} if ranges else leaf)
 
 
 def _batch_of(loader: StatefulDataLoader[Any], step: int, rank: int, world: int, report: Report | None) -> Replayed:
-    first = now = step_of(loader.state_dict())
-    if loader._kind == "map" and loader.in_order:  # of which what is left out is not made
-        loader.skip(range(now, step))
-        now = step
+    own = loader._options.lineage
+    if loader._kind == "stream":
+        loader._options = replace(loader._options, lineage=True)
+    first, began = step_of(loader.state_dict()), _epoch_of(loader)
+    if loader._kind == "map" and loader.in_order and loader._options.skipping is None:  # what is left out is not made
+        loader.skip(range(first, step))
     batches: Iterator[Any] = iter(loader)
-    batch = None
-    for number in range(now, step + 1):
+    batch, epoch = None, began
+    while (now := step_of(loader.state_dict())) <= step:
         if report is not None:
-            report(rank, number - first, step - first)
-        batch, batches = _next(loader, batches, number)
-    epoch = json.loads(loader.state_dict()[HEADER])["at"][0]
-    batch, rows = _rows_behind(loader, batches, batch)
+            report(rank, now - first, step - first)
+        batch, batches, epoch = _next(loader, batches, step, rank, world)
+    if epoch != began and epoch_holders(loader):
+        raise _unknown_epoch(f"step {step} lies in a later epoch than the position")
+    batch, rows = _rows_behind(loader, batches, batch, own=own)
     return Replayed(rank, world, step, epoch, batch, rows, loader)
 
 
-def _next(loader: StatefulDataLoader[Any], batches: Iterator[Any], number: int) -> tuple[Any, Iterator[Any]]:
-    for _ in range(3):  # the rest of an epoch, one that is left out as a whole, and one more
+def _epoch_of(loader: StatefulDataLoader[Any]) -> int:
+    return int(json.loads(loader.state_dict()[HEADER])["at"][0])
+
+
+def _unknown_epoch(why: str) -> ReplayError:
+    return ReplayError(
+        f"The dataset or sampler has set_epoch, which the loop of the run calls, and {why}: which epoch was set for "
+        "the step is not known here.\nName a checkpoint that was saved within the epoch of the step."
+    )
+
+
+def _next(
+    loader: StatefulDataLoader[Any], batches: Iterator[Any], step: int, rank: int, world: int
+) -> tuple[Any, Iterator[Any], int]:
+    """The next batch, the pass that it is of, and the epoch."""
+    before, empty = -1, 0
+    while empty < 2:  # the rest of an epoch may have nothing any more; a whole one may be left out
+        epoch = _epoch_of(loader)
         found = next(batches, _END)
-        if found is not _END:
-            return found, batches
+        if found is not _END:  # a pass may have gone on with the next epoch; without ends, a batch lies in both
+            return found, batches, epoch if loader._options.ends == "repeat" else _epoch_of(loader)
+        now = step_of(loader.state_dict())
+        if world > 1 and loader._order is None:
+            raise ReplayError(
+                f"Rank {rank} of {world} comes to the end of its data after step {now - 1}, and where all of them "
+                f"ended the epoch is not known here: step {step} may be another one.\n"
+                "Name a checkpoint that was saved later, in the epoch of the step."
+            )
+        before, empty = now, empty + (now == before)
         batches = iter(loader)
     raise ReplayError(
-        f"There is no step {number}: the epochs of this loader have no batch on this rank.\n"
+        f"There is no step {step}: the epochs of this loader have no batch on this rank.\n"
         "Was the run made with other data, or with other ranks (ranks=)?"
     )
 
@@ -215,15 +291,19 @@ _END = object()
 
 
 def _rows_behind(
-    loader: StatefulDataLoader[Any], batches: Iterator[Any], batch: Any
+    loader: StatefulDataLoader[Any], batches: Iterator[Any], batch: Any, *, own: bool
 ) -> tuple[Any, tuple[tuple[Origin, ...], ...]]:
+    """The batch, with its lineage where the loader gives it, and the rows behind it."""
     if loader._kind == "stream":
         if isinstance(batch, dict):
-            return {name: value for name, value in batch.items() if name != "lineage"}, tuple(batch["lineage"])
-        return batch[0], tuple(batch[1])
-    task = getattr(getattr(batches, "_engine", None), "task", None)
+            alone = {name: value for name, value in batch.items() if name != "lineage"}
+            return batch if own else alone, tuple(batch["lineage"])
+        return batch if own else batch[0], tuple(batch[1])
+    task, made = getattr(getattr(batches, "_engine", None), "last", (None, None))
     if loader._kind != "map" or task is None:
         return batch, ()
     indices = task.indices if loader.batch_sampler is not None else [task.indices]
     name = type(loader.dataset).__qualname__
-    return batch, tuple((Origin(name, "", index),) for index in indices)
+    out = {(each.epoch, each.number) for each in made.left_out} if isinstance(made, Fetched) else ()
+    chosen = [index for number, index in enumerate(indices) if task.place_of(number) not in out]
+    return batch, tuple((Origin(name, "", index),) for index in chosen)

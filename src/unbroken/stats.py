@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -13,6 +14,8 @@ from unbroken.locks import new_lock
 from unbroken.meters import BYTES, ROWS, STAGES, TOKENS, Meter, Totals
 
 __all__ = ["RECENT", "Stats", "View"]
+
+_log = logging.getLogger("unbroken")
 
 RECENT = 100
 """Over so many batches the numbers that say how things are now are taken."""
@@ -84,7 +87,11 @@ class Stats:
         self._waited += waited
         self._recent.append((now, waited))
         if now >= self._due and self._view is not None:
-            self._due = self._view.show(now)
+            try:
+                self._due = self._view.show(now)
+            except Exception:  # a handler of the log, say: what is shown is no reason to stop
+                self._view, self._due = None, math.inf
+                _log.exception("The progress of the loader is not shown any more.")
 
     def show_on(self, view: View | None) -> None:
         """From the next batch on it is shown, and nobody else."""

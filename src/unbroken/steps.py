@@ -13,6 +13,8 @@ __all__ = ["Ranges", "Steps", "joined", "lies_in", "read_beyond", "read_steps", 
 
 Steps: TypeAlias = tuple[tuple[int, int], ...]
 
+_MOST = 1 << 53
+
 
 @final
 class Ranges(NamedTuple):
@@ -44,19 +46,22 @@ def to_leave_out(batches: Any, step: int, passed: Steps = ()) -> tuple[int, int]
     Raises ``TypeError`` or ``ValueError``.
     """
     if isinstance(batches, range):
-        delivered = (each for each in range(batches.start, min(step, batches.stop)) if not lies_in(each, passed))
-        if batches.step != 1 or batches.start < 0 or any(True for _ in delivered):
+        over = min(step, batches.stop)
+        known = batches.start >= over or any(first <= batches.start and over <= stop for first, stop in passed)
+        if batches.step != 1 or not 0 <= batches.start <= _MOST or batches.stop > _MOST or not known:
             raise ValueError(
                 f"skip() got {batches!r}, but the next step is {step}: steps that were delivered cannot be left out "
-                "any more, and a range goes up by one.\n"
+                "any more, and a range goes up by one, to 2**53 at most.\n"
                 "Load a position that was saved before them, and call skip() then."
             )
         return batches.start, max(batches.start, batches.stop)
     if isinstance(batches, bool) or not hasattr(batches, "__index__"):
         raise TypeError(f"skip() takes a number of batches, or a range of steps, but got {batches!r}.")
     number = batches.__index__()
-    if number < 0:
-        raise ValueError(f"skip() got {number} batches. To go back, load a position that was saved before them.")
+    if not 0 <= number <= _MOST - step:
+        raise ValueError(
+            f"skip() got {number} batches, and takes 0 to 2**53. To go back, load a position that was saved earlier."
+        )
     return step, step + number
 
 

@@ -34,6 +34,7 @@ from unbroken.audit.plan import Audit
 from unbroken.audit.records import Record, record, rows_of
 from unbroken.audit.subject import state_methods
 from unbroken.audit.telling import tell
+from unbroken.errors import AuditError
 from unbroken.factories import name_of
 
 __all__ = ["NotExact", "Point", "assert_resumes_exactly", "rows_of"]
@@ -105,6 +106,7 @@ def assert_resumes_exactly(
         ValueError: the reference run delivers nothing in some epoch; or arguments do not go with the mode.
         AuditError: in subprocess mode, where the run without a stop fails or delivers too little.
     """
+    __tracebackhide__ = True  # pytest shows the message, and not how it came about
     if mode == "subprocess":
         other = {"restore_points": restore_points, "compare": compare, "rows": rows, "stop_after": stop_after}
         given = [name for name, value in other.items() if value is not None] + ["epochs"] * (epochs != 3)
@@ -124,6 +126,7 @@ def _in_process(
     rows: Callable[[Any], Iterable[Any]],
     stop_after: int | None,
 ) -> None:
+    __tracebackhide__ = True
     if compare is None:
         compare = "batches" if len({t.get("dp_world_size") for t in topologies}) == 1 else "rows"
     trial = _Trial(make_loader, topologies, epochs + 1 if stop_after is None else 1, stop_after, rows)
@@ -158,6 +161,7 @@ def _in_subprocesses(
     audit: Mapping[str, Any],
 ) -> None:
     """Audit it. Raises ``NotExact`` with the findings."""
+    __tracebackhide__ = True
     known = {field.name for field in dataclasses.fields(Audit)} - {"factory", "workers", "ranks"}
     if given or not audit.keys() <= known:
         names = ", ".join([*given, *sorted(audit.keys() - known)])
@@ -169,11 +173,14 @@ def _in_subprocesses(
         for option, name in (("workers", "num_workers"), ("ranks", "dp_world_size"))
     }
     name = make_loader if isinstance(make_loader, str) else name_of(make_loader)
-    findings = run_audit(Audit(name, **{"batches": 30, "trials": 6, **chosen, **audit}))
+    try:
+        findings = run_audit(Audit(name, **{"batches": 30, "trials": 6, **chosen, **audit}))
+    except AuditError as error:
+        raise error.with_traceback(None) from None
     if findings.verdict != "exact":
-        error = NotExact(f"A resumed run differs from the run that never stopped.\n{tell(findings)}")
-        error.findings = findings
-        raise error
+        inexact = NotExact(f"A resumed run differs from the run that never stopped.\n{tell(findings)}")
+        inexact.findings = findings
+        raise inexact
 
 
 @final

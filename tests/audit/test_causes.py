@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,25 @@ def test_an_error_has_no_cause_but_its_text(tmp_path: Path) -> None:
     findings = audit_here(tmp_path, "refuses")
     assert (findings.verdict, findings.causes) == ("failed", ())
     assert findings.trials[0].error.startswith("ValueError: this state has 2 keys, and three were expected")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"workers": (0, 2)}, "workers"), ({"ranks": (1, 2)}, "ranks"), ({"workers": (2,)}, "")]
+)
+def test_a_state_that_only_its_own_number_of_workers_or_ranks_loads_is_said_to_be_bound(
+    options: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    findings = audit_here(tmp_path, "bound", **options)
+    failed = [trial.number for trial in findings.trials if trial.verdict == "failed"]
+    assert names(findings) == ([f"state bound to the number of {name}"] if name else [])
+    assert bool(failed) == bool(name)
+    if name:
+        listed = f"{', '.join(map(str, failed))}), and none on the same number did."
+        assert findings.causes[0].evidence.endswith(listed) and f"--{name} N" in findings.causes[0].remedy
+
+
+def test_where_every_resume_fails_nothing_is_said_of_workers(tmp_path: Path) -> None:
+    assert audit_here(tmp_path, "bound_refuses", workers=(0, 2)).causes == ()
 
 
 def test_what_fits_no_known_cause_is_told_without_one(tmp_path: Path) -> None:

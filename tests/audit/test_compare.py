@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unbroken.audit.compare import judge
+from unbroken.audit.compare import judge, ran_beyond
 from unbroken.audit.crash import Reference, Run, Step, Stretch
 from unbroken.audit.findings import Stop, Trial
 from unbroken.audit.plan import TrialPlan
@@ -37,7 +37,7 @@ def judged(
     worlds: Sequence[int] = (1,),
     ended: bool = True,
 ) -> Trial:
-    plan = TrialPlan(3, (), tuple((None, world) for world in worlds))
+    plan = TrialPlan(2, (), tuple((None, world) for world in worlds))
     run = Run(plan, list(stretches), [Stop(1, 1, "between batches")], ended=ended)
     return judge(Reference(expected, {}, True), run, batches or len(expected))
 
@@ -52,6 +52,7 @@ ROWS = list(range(12))
 def test_the_same_batches_are_exact() -> None:
     trial = judged(steps(ROWS), stretch(steps(ROWS[:6]), saved=2), stretch(steps(ROWS[4:]), start=2))
     assert (trial.verdict, counts(trial), trial.first, trial.unknown) == ("exact", (0, 0, 0, 0), None, ())
+    assert trial.number == 3  # the first is 1
     assert trial.counts == bytes([1] * 12)
 
 
@@ -77,6 +78,28 @@ def test_rows_in_another_order_are_reordered() -> None:
 def test_rows_that_nobody_knows_are_altered_and_have_their_places() -> None:
     trial = judged(steps(ROWS), stretch(steps([*ROWS[:8], 80, 90, 10, 11])))
     assert (counts(trial), trial.unknown) == ((0, 0, 0, 2), (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("found", "ended", "beyond"),
+    [
+        ([*ROWS[:8], 12, 13, 14, 15], False, True),
+        ([*ROWS[:8], 12, 13, 14, 15], True, False),
+        ([*ROWS[:6], *ROWS[:6]], False, False),
+        (ROWS, False, False),
+    ],
+)
+def test_rows_that_may_come_after_the_end_of_a_cut_reference_are_told(
+    found: list[int], ended: bool, beyond: bool
+) -> None:
+    run = Run(TrialPlan(0, (), ((None, 1),)), [stretch(steps(found))])
+    assert ran_beyond(Reference(steps(ROWS), {}, ended), run, 6) is beyond
+
+
+def test_a_row_of_a_whole_epoch_that_nobody_knows_is_altered_wherever_the_reference_ends() -> None:
+    expected = [*steps(ROWS), *steps(ROWS[:4], epoch=1)]
+    run = Run(TrialPlan(0, (), ((None, 1),)), [stretch([*steps([*ROWS[:11], 90]), *steps(ROWS[:4], epoch=1)])])
+    assert not ran_beyond(Reference(expected, {}, False), run, 8)
 
 
 def test_the_same_rows_in_other_batches_are_inexact() -> None:
@@ -165,8 +188,7 @@ def test_what_was_done_to_rows_is_what_is_counted(data: st.DataObject) -> None:
     trial = judged(
         steps(rows, size=1), stretch(steps(rows[:place], 1), saved=place), stretch(steps(after, 1), start=place)
     )
-    # Only as many rows are compared as the run without a stop has; what was pushed out behind them is no surplus.
-    kept = [*rows[:place], *after][:40]
+    kept = [*rows[:place], *after]  # all of it: what comes after the end of the data is too many
     known = [row for row in kept if row < 1000]
     assert trial.repeated == len(known) - len(set(known))
     assert trial.altered == len(kept) - len(known)

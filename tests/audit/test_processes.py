@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_an_audit_with_kills_passes_an_exact_loader_and_leaves_nothing(tmp_path:
     findings = run_audit(Audit(factory, batches=12, trials=2, workers=(2,), save="json"))
     assert findings.verdict == "exact", findings
     assert findings.trials[0].stops[0].how == "between batches"
-    assert all(trial.stops[0].ended >= trial.stops[0].saved > 0 for trial in findings.trials)
+    assert all(trial.stops[0].ended >= trial.stops[0].saved >= 0 for trial in findings.trials)
 
 
 def test_a_run_that_halts_in_a_fetch_is_killed_before_it_has_the_batch(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_loader_that_hangs_is_given_up(tmp_path: Path) -> None:
     with Processes(60) as processes:
         assert processes.run([before], "none").error == ""
     with Processes(1) as processes:
-        found = {"folder": before.folder, "world": 1, "epoch": 0}
+        found = {"folder": before.folder, "world": 1, "epochs": [0]}
         ended = processes.run([orders(tmp_path / "b", "hangs", start=4, before=found)], "sigkill")
     assert ended.error == "No batch came for 1 s, and the process was ended."
 
@@ -91,6 +92,26 @@ def test_what_a_loader_raises_is_told_from_its_own_code_on(tmp_path: Path) -> No
     assert read_log(given.log).said["error"] == "OSError: the corpus is not mounted"
     assert "ended with exit code 3" in ended.error
     assert "victims.py" in ended.error and "audit/run.py" not in ended.error
+
+
+@pytest.mark.parametrize("factory", ["exits", "exits_hard"])
+def test_a_loader_that_ends_its_process_with_success_has_failed(factory: str, tmp_path: Path) -> None:
+    """Nothing more was delivered, and nothing was said of that."""
+    findings = run_audit(Audit(f"tests.audit.victims:{factory}", batches=8, trials=1, kill="none"))
+    assert findings.verdict == "failed"
+    assert "ended" in findings.trials[0].error
+
+
+def test_a_run_without_a_stop_that_ends_its_process_cannot_be_audited(tmp_path: Path) -> None:
+    with Processes(60) as processes, pytest.raises(AuditError, match="exit code 0 before it had done what it was to"):
+        run_reference(Audit("tests.audit.ends:EndsItself"), processes, (None, 1), "a", 0)
+
+
+def test_a_thread_that_nothing_joins_does_not_keep_a_run_from_ending(tmp_path: Path) -> None:
+    given = replace(orders(tmp_path / "a", end=4), factory="tests.audit.ends:Threaded")
+    with Processes(20) as processes:
+        assert processes.run([given], "none").error == ""
+    assert len(read_log(given.log).lines) == 4
 
 
 def test_a_run_without_a_stop_that_is_killed_from_outside_cannot_be_audited(tmp_path: Path) -> None:

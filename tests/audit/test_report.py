@@ -145,6 +145,29 @@ def test_failed_trials_show_their_error_and_an_empty_frame(read: Callable[[Findi
     assert page.drawn("unjudged") == [pytest.approx((0, 1))]
 
 
+def test_an_error_of_several_trials_stands_once_and_what_was_not_counted_is_blank(tmp_path: Path) -> None:
+    broken = [trial(n, verdict="failed", counts=b"", error=f"KeyError: place\nin process {n}") for n in (1, 2)]
+    write_report(findings(*broken), tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text("utf-8")
+    assert text.count("KeyError: place") == 1
+    assert "Trials 1, 2 KeyError" in " ".join(" ".join(re.findall(r">([^<]+)<", text)).split()).replace(" , ", ", ")
+    assert '<td class="count zero">0</td>' not in text and text.count('<td class="count zero"></td>') == 8
+
+
+@pytest.mark.parametrize(
+    ("trials", "text"),
+    [
+        ([lossy(1)], "The one trial did not deliver"),
+        ([trial(1)], "in the same order, in the one trial."),
+        ([trial(1, verdict="failed", counts=b"", error="gone")], "The one trial ended with an error"),
+        ([trial(1), trial(2, verdict="failed", counts=b"", error="gone")], "The other was exact."),
+    ],
+)
+def test_one_is_told_as_one(trials: list[Trial], text: str, read: Callable[[Findings], Read]) -> None:
+    page = read(findings(*trials, epochs=(0,)))
+    assert text in page.text and "1epoch1 min" in page.text and "1 of 1" not in page.text
+
+
 def test_a_trial_that_failed_on_its_way_is_drawn_as_far_as_it_came(read: Callable[[Findings], Read]) -> None:
     page = read(findings(trial(verdict="failed", counts=b"\1" * 10, error="gone")))
     assert page.drawn("unjudged") == [pytest.approx((10 / 40, 1))] and page.drawn("once") == [pytest.approx((0, 0.25))]

@@ -42,7 +42,7 @@ def test_a_save_that_was_cut_short_does_not_count(tmp_path: Path, monkeypatch: p
 def test_a_state_that_a_format_cannot_carry_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="bytes is not JSON serializable"):
         write_state(b"opaque", tmp_path, 4, 0, "json")
-    with pytest.raises(AuditError, match="saves dicts, and this state is a bytes"):
+    with pytest.raises(AuditError, match="saves dicts, and this state is of type bytes"):
         write_state(b"opaque", tmp_path, 4, 0, "dcp")
 
 

@@ -75,7 +75,7 @@ def test_a_loader_that_stays_at_its_end_has_ended() -> None:
 
 
 def test_what_is_no_loader_or_has_no_state_is_refused_with_what_to_do() -> None:
-    with pytest.raises(AuditError, match="The factory returned a int, which is no loader"):
+    with pytest.raises(AuditError, match="The factory returned an object of type int, which is no loader"):
         Subject(7)
     with pytest.raises(AuditError, match="has no state: there is no state_dict and load_state_dict") as caught:
         Subject(victims.stateless()).fetch()

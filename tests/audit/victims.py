@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,22 @@ class Refuses(Loader):
         raise ValueError(f"this state has {len(state)} keys, and three were expected")
 
 
+class Bound(Loader):
+    """It refuses the state of another number of workers, or of ranks."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, **super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["count"] != self.count:
+            raise ValueError(f"this state is of {state['count']}, and not of {self.count}")
+        super().load_state_dict(state)
+
+
 class Buffered(IterableDataset):  # type: ignore[type-arg]
     """Rows at random out of a buffer that is not in the state."""
 
@@ -284,6 +301,10 @@ def only_noise() -> Any:
     return OnlyNoise()
 
 
+def much_noise() -> Any:
+    return OnlyNoise(4000)
+
+
 def global_order() -> Any:
     return GlobalOrder()
 
@@ -317,6 +338,10 @@ def opaque() -> Any:
 
 
 def refuses() -> Any:
+    return Refuses()
+
+
+def bound_refuses(num_workers: int = 0) -> Any:
     return Refuses()
 
 
@@ -364,6 +389,14 @@ def buffered(num_workers: int = 0) -> Any:
     return torchdata(Buffered(), num_workers)
 
 
+def buffered_far() -> Any:
+    return torchdata(Buffered(size=80))
+
+
+def bound(num_workers: int = 0, dp_world_size: int = 1) -> Any:
+    return Bound(100 * num_workers + dp_world_size)
+
+
 def coarse(num_workers: int = 0) -> Any:
     return torchdata(datasets.CoarseEntering(400), num_workers)
 
@@ -396,3 +429,30 @@ def lives_on() -> Any:
     signal.signal(signal.SIGTERM, lambda *_: told.with_suffix(".term").touch())
     atexit.register(told.with_suffix(".exit").touch)
     return Loader()
+
+
+class Exits(Loader):
+    """After a load it ends the program, with the exit code of success; ``hard``: with nothing that could stop it."""
+
+    def __init__(self, hard: bool) -> None:
+        super().__init__()
+        self.hard, self.loaded = hard, False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.loaded = True
+
+    def __iter__(self) -> Any:
+        if self.loaded:
+            if self.hard:
+                os._exit(0)
+            sys.exit(0)
+        return super().__iter__()
+
+
+def exits() -> Any:
+    return Exits(hard=False)
+
+
+def exits_hard() -> Any:
+    return Exits(hard=True)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.checkpoints.runs import lanes_loader, mixed_loader, position_after, text_files
+from tests.checkpoints.runs import Table, lanes_loader, mixed_loader, position_after, text_files
 from unbroken import StatefulDataLoader, mix, read_jsonl
 from unbroken.checkpoints.check import check
 from unbroken.errors import FactoryError
@@ -72,14 +72,48 @@ def raising() -> NoReturn:
 
 def test_a_factory_that_makes_no_loader_is_an_error() -> None:
     position = lanes_loader().state_dict()
-    with pytest.raises(FactoryError, match="make raised OSError: no data today"):
+    with pytest.raises(FactoryError, match="make raised OSError: no data today") as error:
         check(position, raising, "make")
-    with pytest.raises(FactoryError, match=r"make made a builtins\.list, and not unbroken's StatefulDataLoader"):
+    line = raising.__code__.co_firstlineno + 1
+    assert f"It was raised in {__file__}, line {line} (raising)." in str(error.value)
+    with pytest.raises(
+        FactoryError, match=r"make made an object of type builtins\.list, and not unbroken's StatefulDataLoader"
+    ):
         check(position, list, "make")
     with pytest.raises(FactoryError, match="called without arguments, and wants folder"):
         check(position, lambda folder: folder, "make")
     with pytest.raises(FactoryError, match="make made no loader: LaneError"):
         check(position, lambda: lanes_loader(lanes=2, dp_rank=0, dp_world_size=3), "make")
+
+
+def test_the_line_of_the_user_that_led_to_an_error_is_told() -> None:
+    """Not that of torch or of unbroken which raised it."""
+
+    def wrong() -> Any:
+        return StatefulDataLoader(Table(), batch_size=-1)
+
+    with pytest.raises(FactoryError, match=rf"line {wrong.__code__.co_firstlineno + 1} \(wrong\)"):
+        check({}, wrong, "make")
+
+
+def test_a_factory_is_given_the_numbers_that_it_has_no_default_for() -> None:
+    given: dict[str, Any] = {}
+
+    def make(num_workers: int, dp_rank: int, *, dp_world_size: int, seed: int = 1, lanes: int = 6) -> Any:
+        given.update(num_workers=num_workers, dp_rank=dp_rank, dp_world_size=dp_world_size)
+        return lanes_loader(num_workers=num_workers, dp_rank=dp_rank, dp_world_size=dp_world_size)
+
+    assert check(position_after(lanes_loader(), 4), make, "make").would_load
+    assert given == {"num_workers": 0, "dp_rank": 0, "dp_world_size": 1}
+
+    def with_default(num_workers: int = 2) -> Any:
+        given["num_workers"] = num_workers
+        return lanes_loader()
+
+    assert check(position_after(lanes_loader(), 4), with_default, "make").would_load
+    assert given["num_workers"] == 2
+    with pytest.raises(FactoryError, match="called with num_workers alone, and wants folder"):
+        check({}, lambda folder, num_workers: None, "make")
 
 
 def test_the_answer_is_json() -> None:

@@ -109,6 +109,12 @@ def test_check_says_by_its_code_whether_it_would_load(saves: Path) -> None:
     assert answer["without_strict"] is True
 
 
+def test_the_wrong_order_of_a_check_is_told(saves: Path) -> None:
+    text = " ".join(run(2, "check", f"{saves}/factories.py:make", saves / "4.pt").replace("│", " ").split())
+    assert "which comes first" in text
+    assert "unbroken state check" in text
+
+
 def test_import_writes_a_position(saves: Path, tmp_path: Path) -> None:
     others = pytest.importorskip("torchdata.stateful_dataloader")
     from tests.checkpoints.runs import Table
@@ -130,6 +136,9 @@ def test_import_writes_a_position(saves: Path, tmp_path: Path) -> None:
     refused = run(2, "import", tmp_path / "old", tmp_path / "newer", f"{saves}/factories.py:make")
     assert "cannot be taken over exactly" in refused
     assert not (tmp_path / "newer").exists()
+    unknown = run(2, "import", tmp_path / "old", tmp_path / "new.txt", f"{saves}/factories.py:table")
+    assert "new.txt ends in .txt" in unknown
+    assert not (tmp_path / "new.txt").exists()
     run(2, "import", tmp_path / "old", tmp_path / "newer", f"{saves}/factories.py:table", "--from", "elsewhere")
 
 
@@ -137,7 +146,9 @@ def test_help_says_what_each_option_means() -> None:
     for command in ("show", "diff", "check", "import"):
         text = " ".join(run(0, command, "--help").split())
         assert "--key" in text
-        assert "Exit code" in text or command == "show"
+        assert "Exit code" in text
+        assert "......" not in text
+    assert "Exit code" in run(0, "--help")
 
 
 def test_an_interrupt_ends_with_130(saves: Path, monkeypatch: pytest.MonkeyPatch) -> None:

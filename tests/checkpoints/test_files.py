@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoints.runs import lanes_loader, position_after
 from unbroken.checkpoints.files import open_checkpoint, read_merged, read_position, write_position
+from unbroken.checkpoints.summary import summarize
 from unbroken.errors import InvalidState
 
 pytestmark = pytest.mark.filterwarnings(
@@ -126,6 +127,42 @@ def test_the_folder_of_several_checkpoints_lists_them(position: dict[str, str], 
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidState, match=r"empty is no checkpoint: it has no .metadata"):
         read_position(tmp_path / "empty")
+
+
+def test_checkpoints_are_listed_by_their_numbers(position: dict[str, str], tmp_path: Path) -> None:
+    for step in (100, 50, 150):
+        save(position, tmp_path / f"step-{step}.json")
+        (tmp_path / f"{step}").mkdir()
+        save(position, tmp_path / f"{step}" / "loader")
+    with pytest.raises(InvalidState) as error:
+        open_checkpoint(tmp_path)
+    listed = [line.strip().removeprefix(f"{tmp_path}/") for line in str(error.value).splitlines()[1:-1]]
+    assert listed == ["50/loader", "100/loader", "150/loader", "step-50.json", "step-100.json", "step-150.json"]
+
+
+@NAMES
+def test_a_version_of_unbroken_is_no_position(name: str, position: dict[str, str], tmp_path: Path) -> None:
+    versions = {"versions": {"unbroken": "0.1.0", "torch": "2.9"}}
+    with pytest.raises(InvalidState, match="There is no position of unbroken in"):
+        read_position(save(versions, tmp_path / name))
+    (tmp_path / "beside").mkdir()
+    assert read_position(save({**versions, "loader": position}, tmp_path / "beside" / name)) == position
+    damaged = {**position, "unbroken": position["unbroken"][:40]}
+    (tmp_path / "damaged").mkdir()
+    path = save({**versions, "loader": damaged}, tmp_path / "damaged" / name)
+    with pytest.raises(InvalidState, match="The leaf 'unbroken' of this position is not JSON"):
+        summarize(read_position(path))
+
+
+@pytest.mark.parametrize("name", ["new.txt", "new.pkl"])
+def test_a_name_with_another_ending_is_not_written(name: str, position: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidState, match=r"is written to a file that ends in \.json, \.pt, \.pth, or to a DCP folder"
+    ):
+        write_position(tmp_path / name, position)
+    assert not (tmp_path / name).exists()
+    write_position(tmp_path / "at-0.5", position)
+    assert read_position(tmp_path / "at-0.5") == position
 
 
 def test_a_save_that_did_not_come_to_its_end_is_told(position: dict[str, str], tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def test_states_with_arrays_are_read_and_those_with_objects_are_named(tmp_path: 
 
     array = np.random.RandomState(1).get_state()[1]
     loader = StatefulDataLoader(Counted(array), batch_size=4)
-    take_over([find_foreign(open_checkpoint(save(array)))], loader)
+    position = take_over([find_foreign(open_checkpoint(save(array)))], loader).position
+    loader.load_state_dict(position)
     assert batches_of(loader) == [[8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
     found = find_foreign(open_checkpoint(save(SimpleNamespace(a=1))))
     with pytest.raises(UnsealableState, match=r"\['beside'\] is a types.SimpleNamespace"):
@@ -127,6 +128,12 @@ def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
         find_foreign(open_checkpoint(tmp_path / "old.pt"))
 
 
+def test_a_position_of_unbroken_is_told_as_one(tmp_path: Path) -> None:
+    write_position(tmp_path / "ours.pt", StatefulDataLoader(Table()).state_dict(), "train")
+    with pytest.raises(InvalidState, match=r"has a position of unbroken already \(train\)"):
+        find_foreign(open_checkpoint(tmp_path / "ours.pt"))
+
+
 def test_a_file_without_a_state_of_others_says_what_is_there(tmp_path: Path) -> None:
     torch.save({"model": torch.zeros(1), "epoch": 2}, tmp_path / "old.pt")
     with pytest.raises(InvalidState, match=r"There is no state of torchdata.*it holds 'model', 'epoch'"):
@@ -135,6 +142,12 @@ def test_a_file_without_a_state_of_others_says_what_is_there(tmp_path: Path) -> 
     torch.save({"train": state, "val": state}, tmp_path / "two.pt")
     with pytest.raises(InvalidState, match=r"are 'train', 'val'\.\nSay which with --key"):
         find_foreign(open_checkpoint(tmp_path / "two.pt"))
+    with pytest.raises(InvalidState, match=r"no state of a loader 'foo' in .*; there is 'train', 'val'") as error:
+        find_foreign(open_checkpoint(tmp_path / "two.pt"), key="foo")
+    assert "Say which" not in str(error.value)
+    torch.save({"a": {"train": state}, "b": {"train": state}}, tmp_path / "three.pt")
+    with pytest.raises(InvalidState, match=r"2 states of loaders 'train' in .*; there is 'a.train', 'b.train'"):
+        find_foreign(open_checkpoint(tmp_path / "three.pt"), key="train")
     assert find_foreign(open_checkpoint(tmp_path / "two.pt"), key="val").origin == "torchdata"
     del state["fetcher_state"]
     torch.save(state, tmp_path / "cut.pt")

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
 
 from tests.checkpoints.runs import Squares, Table, lanes_loader, mixed_loader, position_after, text_files
 from unbroken import StatefulDataLoader
 from unbroken.checkpoints.ledgers import LedgerComparison, compare_ledgers, compare_positions
+from unbroken.cli import app
 from unbroken.errors import InvalidState
 
 pytestmark = pytest.mark.filterwarnings(
@@ -153,13 +155,77 @@ def test_of_a_place_that_ranks_share_only_rows_order_and_seed_are_compared() -> 
         return position_after(table_loader(dp_rank=0, dp_world_size=world, **options), steps)
 
     found = compared(place(2, 6), place(4, 3))
-    assert found.same
+    assert (found.same, found.verdict, findings(found)) == (False, "unknown", ["equal"])
+    assert "It cannot be told: they stand at the same place of the same order" in str(found)
     assert "Only rows, order and seed were compared." in str(found)
     assert compared(place(2, 6), place(4, 2)).verdict == "unknown"
+    assert "they stand at other places" in str(compared(place(2, 6), place(4, 2)))
     other = compared(place(2, 6), place(2, 6, seed=4))
     assert other.verdict == "different"
     assert "another order: seed" in str(other)
     assert compared(place(2, 6), position_after(table_loader(), 6)).verdict == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "told"),
+    [
+        ({"passed": [[2, 4]]}, "different", "steps left out: none in A, 2-3 in B"),
+        ({"passed": [[9, 12]]}, "unknown", "the same order and seed"),
+        ({"epochs": {"sampler": 3}}, "different", "set_epoch (none and sampler 3)"),
+        ({"sampler": {"seed": 5}}, "different", "the draw"),
+        ({"skipped": {"count": 1, "last": [["5", "bad"]]}}, "unknown", "samples left out on the rank that saved: 0 in"),
+    ],
+)
+def test_what_else_differs_at_a_place_that_ranks_share_is_told(
+    changes: dict[str, Any], verdict: str, told: str
+) -> None:
+    position = position_after(table_loader(dp_rank=0, dp_world_size=2), 6)
+    other = {**position, "place": json.dumps({**json.loads(position["place"]), **changes})}
+    found = compared(position, other)
+    assert (found.verdict, told in str(found)) == (verdict, True)
+
+
+def test_a_sampler_that_gave_out_other_indices_is_told() -> None:
+    def place(sampler: list[int]) -> dict[str, str]:
+        loader = StatefulDataLoader(Table(), batch_size=4, sampler=sampler, seed=3, dp_rank=0, dp_world_size=2)
+        return position_after(loader, 3)
+
+    first = place(list(range(40)))
+    found = compared(first, place([*range(39), 7]))
+    assert found.verdict == "unknown"  # the other one is not reached
+    found = compared(first, place(list(range(39, -1, -1))))
+    assert found.verdict == "different"
+    assert "the sampler gave out other indices" in str(found)
+
+
+@pytest.mark.parametrize("kind", ["lanes", "ranks"])
+def test_where_not_all_are_here_it_cannot_be_told(kind: str) -> None:
+    if kind == "lanes":
+        whole = position_after(lanes_loader(), 12)
+        part = position_after(lanes_loader(dp_rank=0, dp_world_size=2), 6)
+        assert compared(whole, whole).same
+    else:
+        part = position_after(table_loader(), 5)
+        part = {**part, "unbroken": json.dumps({**json.loads(part["unbroken"]), "ranks": 2})}
+    found = compared(part, part)
+    assert set(findings(found)) == {"equal"}
+    assert (found.same, found.verdict) == (False, "unknown")
+    assert f"Not all {kind} are here" in str(found)
+    assert f"It cannot be told for all: the {len(found.rows)}" in str(found)
+
+
+def test_the_code_says_whether_it_could_be_told(tmp_path: Path) -> None:
+    position = position_after(lanes_loader(), 12)
+    ours = position_after(lanes_loader(dp_rank=0, dp_world_size=2), 6)
+    for name, saved in (("a", position), ("b", changed(position, 4)), ("c", ours)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(saved))
+    codes = [
+        CliRunner()
+        .invoke(app, ["audit", "--ledger", str(tmp_path / "a.json"), str(tmp_path / f"{name}.json")])
+        .exit_code
+        for name in "abc"
+    ]
+    assert codes == [0, 1, 2]
 
 
 def test_many_lanes_are_told_in_a_few_lines() -> None:

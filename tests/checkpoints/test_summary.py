@@ -50,6 +50,36 @@ def test_the_header_and_the_fingerprint_are_shown() -> None:
         assert line in [words.split() for words in text.split("\n")]
 
 
+def test_the_header_s_own_place_is_shown_only_where_it_is_another() -> None:
+    position = position_after(lanes_loader(), 4)
+    assert "header written at" not in shown(position)
+    header = json.loads(position["unbroken"])
+    other = {**position, "unbroken": json.dumps({**header, "at": [0, 3, 3]})}
+    assert "header written at  epoch 0, step 3 of it, step 3 in all" in shown(other)
+
+
+def test_steps_that_are_in_no_ledger_are_told() -> None:
+    """As after a state of another loader was taken over."""
+    position = lanes_loader().state_dict()
+    assert "not in the ledger" not in shown(position)
+    taken = {
+        name: json.dumps({**json.loads(leaf), "step": 5}) if name != "unbroken" else leaf
+        for name, leaf in position.items()
+    }
+    assert "0 over all epochs; the steps before are not in the ledger" in " ".join(shown(taken).split())
+
+
+def test_ranks_whose_leaves_are_missing_are_named() -> None:
+    position = position_after(StatefulDataLoader(Squares(), batch_size=3), 2)
+    header = json.loads(position["unbroken"])
+    part = {**position, "unbroken": json.dumps({**header, "ranks": 3})}
+    assert summarize(part).missing_ranks == [1, 2]
+    assert "not here are 1-2" in " ".join(shown(part).split())
+    assert json.loads(summarize(part).to_json())["missing_ranks"] == [1, 2]
+    alone = {"unbroken": lanes_loader().state_dict()["unbroken"]}
+    assert summarize(alone).missing == list(range(6))
+
+
 def test_each_lane_is_shown_with_its_ledger() -> None:
     position = position_after(lanes_loader(), 8)
     summary = summarize(position)

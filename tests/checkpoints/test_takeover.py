@@ -16,6 +16,7 @@ from unbroken import StatefulDataLoader
 from unbroken.checkpoints.files import open_checkpoint, read_position, write_position
 from unbroken.checkpoints.foreign import find_foreign
 from unbroken.checkpoints.takeover import take_over
+from unbroken.errors import StateMismatch
 
 pytest.importorskip("torchdata")
 
@@ -214,3 +215,43 @@ def test_ranks_with_a_distributed_sampler_go_on_at_one_place(tmp_path: Path) -> 
         loader.load_state_dict(position)
         whole = batches_of(Other(Table(), batch_size=4, sampler=sampler(rank)))
         assert batches_of(loader) == whole[2:]
+
+
+@pytest.mark.parametrize(("steps", "named"), [(3, True), (5, False)])
+def test_a_batch_size_that_is_not_in_the_state_is_named(tmp_path: Path, steps: int, named: bool) -> None:
+    """torchdata took the state before the first batch, and three were delivered since."""
+    for number, dataset in enumerate((Rows, Table)):
+        make = partial(Other, dataset(), batch_size=4, num_workers=2, snapshot_every_n_steps=4)
+        torch.save(saved_after(make, steps), tmp_path / f"{number}.pt")
+        ours = StatefulDataLoader(dataset(), batch_size=4, lanes=2 if dataset is Rows else None)
+        notes = take_over([find_foreign(open_checkpoint(tmp_path / f"{number}.pt"))], ours).notes
+        told = "batch_size=4 of the loader was counted with, for the 3 batches"
+        assert any(told in note for note in notes) is named
+
+
+@pytest.mark.parametrize("states", [2, 4])
+def test_states_of_another_number_of_ranks_than_the_sampler_has_are_refused(states: int, tmp_path: Path) -> None:
+    def sampler(rank: int, world: int) -> DistributedSampler[int]:
+        return DistributedSampler(Table(), num_replicas=world, rank=rank, shuffle=False)
+
+    saved = [saved_after(lambda: Other(Table(), batch_size=2, sampler=sampler(0, states)), 1) for _ in range(states)]
+    loader = StatefulDataLoader(Table(), batch_size=2, sampler=sampler(0, 3))
+    for number, state in enumerate(saved):
+        torch.save(state, tmp_path / f"{number}.pt")
+    foreign = [find_foreign(open_checkpoint(tmp_path / f"{number}.pt")) for number in range(states)]
+    with pytest.raises(StateMismatch, match=f"states of {states} ranks, and the sampler of the loader is that of 3"):
+        take_over(foreign, loader)
+
+
+def test_a_batch_that_was_short_after_the_state_was_taken_is_refused(tmp_path: Path) -> None:
+    """How many samples it had is in no state: the first batch would raise."""
+
+    def make() -> Other[Any]:
+        return Other(Rows(20), batch_size=3, num_workers=2, snapshot_every_n_steps=3)
+
+    torch.save(saved_after(make, 7), tmp_path / "old.pt")
+    with pytest.raises(StateMismatch, match="not as many whole batches"):
+        take_over(
+            [find_foreign(open_checkpoint(tmp_path / "old.pt"))],
+            StatefulDataLoader(Rows(20), batch_size=3, num_workers=2),
+        )

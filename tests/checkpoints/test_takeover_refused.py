@@ -15,13 +15,12 @@ from unbroken import StatefulDataLoader, StateMismatch, read_jsonl
 from unbroken.checkpoints.files import open_checkpoint
 from unbroken.checkpoints.foreign import find_foreign
 from unbroken.checkpoints.takeover import take_over
-from unbroken.errors import InexactDataset
 
 pytest.importorskip("torchdata")
 
 from torchdata.stateful_dataloader import StatefulDataLoader as Other
 
-from tests.checkpoints.others import BareRows, Rows, Table, saved_after
+from tests.checkpoints.others import BareRows, Rows, Table, rest_of, saved_after
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"),
@@ -134,13 +133,60 @@ def test_what_cannot_be_exact_is_refused_with_the_reason(
         taken(state, tmp_path, ours(tmp_path))
 
 
-def test_a_worker_that_ended_since_the_snapshot_is_found_at_the_first_batch(tmp_path: Path) -> None:
+def test_a_worker_that_ended_since_the_snapshot_is_refused(tmp_path: Path) -> None:
     """Which of the batches since then came from which worker is not in the state where one of them has ended."""
     state = saved_after(lambda: Other(Rows(), batch_size=4, num_workers=3, snapshot_every_n_steps=7), 13)
-    loader = StatefulDataLoader(Rows(), batch_size=4, lanes=3)
-    loader.load_state_dict(taken(state, tmp_path, StatefulDataLoader(Rows(), batch_size=4, lanes=3)))
-    with pytest.raises(InexactDataset):
-        list(loader)
+    with pytest.raises(StateMismatch, match="not as many whole batches"):
+        taken(state, tmp_path, StatefulDataLoader(Rows(), batch_size=4, lanes=3))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("generator", [True, False])
+def test_the_end_of_a_shuffled_epoch_with_workers_is_refused(tmp_path: Path, workers: int, generator: bool) -> None:
+    """What is drawn before the next order is another with persistent workers, or a generator of the loader's own."""
+
+    def make() -> Other[Any]:
+        own = torch.Generator().manual_seed(3) if generator else None
+        return Other(Table(), batch_size=4, shuffle=True, generator=own, num_workers=workers)
+
+    ours = StatefulDataLoader(Table(), batch_size=4, shuffle=True, generator=torch.Generator())
+    with pytest.raises(StateMismatch, match="workers were persistent"):
+        taken(saved_after(make, None), tmp_path, ours)
+    taken(saved_after(lambda: Other(Table(), batch_size=4, num_workers=workers), None), tmp_path, ours_in_sequence())
+
+
+def ours_in_sequence() -> StatefulDataLoader[Any]:
+    return StatefulDataLoader(Table(), batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore:Neither dataset nor iter:UserWarning")
+def test_a_state_without_places_that_torchdata_refuses_itself_is_refused(tmp_path: Path) -> None:
+    """A loader that was resumed there begins its turns anew, and its state names another worker as the last."""
+
+    def make() -> Other[Any]:
+        return Other(BareRows(), batch_size=4, num_workers=3)
+
+    def resumed() -> Other[Any]:
+        loader = make()
+        loader.load_state_dict(first)
+        return loader
+
+    first = saved_after(make, 2)
+    state = saved_after(resumed, 2)
+    with pytest.raises(ValueError, match="last_yielded_worker_id does not match"):
+        rest_of(make, state)
+    with pytest.raises(StateMismatch, match="do not end with worker"):
+        taken(state, tmp_path, StatefulDataLoader(BareRows(), batch_size=4, lanes=3))
+
+
+def test_a_dataset_that_raises_on_the_way_is_told(tmp_path: Path) -> None:
+    class Gone(Rows):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise OSError("no data here")
+
+    state = saved_after(lambda: Other(Rows(), batch_size=4, num_workers=2, snapshot_every_n_steps=3), 4)
+    with pytest.raises(StateMismatch, match="Gone raised OSError: no data here"):
+        taken(state, tmp_path, StatefulDataLoader(Gone(), batch_size=4, lanes=2))
 
 
 def test_states_of_ranks_at_other_steps_are_refused(tmp_path: Path) -> None:

@@ -12,61 +12,15 @@ from unbroken.audit.crash import Reference, Run
 from unbroken.audit.findings import Cause, Trial
 from unbroken.audit.plan import Topology
 from unbroken.audit.records import Row
+from unbroken.audit.remedies import REMEDIES
+from unbroken.audit.resume import FEW, Resume, contents, counted, epoch_starts, matches
 
-__all__ = ["Evidence", "Resume", "find_causes"]
+__all__ = ["Evidence", "find_causes"]
 
 Pattern: TypeAlias = "tuple[str, Callable[[Resume], str | None]]"
 """The name of a cause, and what speaks for it at a resume, in words."""
 
-_FEW: Final = 2  # rows that must agree before a pattern is taken for more than chance
 _MANY: Final = 0.8  # of the rows that differ must differ in the same way
-_REMEDIES: Final = {
-    "not repeatable": "Give every generator a seed, sort listings of files, and let nothing depend on the clock, on "
-    "the process or on the order of a set. No resume can be exact before two fresh runs are equal.",
-    "live buffer handed out": "Copy what is changed in place before it leaves state_dict(): list(self.buffer), or "
-    "copy.deepcopy(self.state). A state is often read later than it is taken, by another thread or process.",
-    "state updated after yield": "Move the position before the yield: self.done += 1, then yield row. While a row is "
-    "out, the code after its yield has not been run.",
-    "buffer shuffle forgotten": "Save what is in the shuffle buffer and the state of its generator, or better the "
-    "place from which it is filled, and fill it again on a resume.",
-    "epoch not in the state": "Put the epoch into state_dict(), and draw the order as a function of seed and epoch.",
-    "augmentation not seeded": "Draw random numbers from a generator whose seed is a function of the row (its index "
-    "and the epoch), or put the generator's state into state_dict().",
-    "order not seeded": "Give the sampler or the shuffle a seed, or put the permutation's generator into the state.",
-    "load_state_dict after iter, or without effect": "Load before iter() is called, and let __iter__ begin at what "
-    "was loaded. A factory must return a loader that has not begun; where workers are used, the state must reach them.",
-    "state behind what was delivered": "Let the state say which row was delivered last: where it says the shard or the "
-    "document only, put the number of rows delivered of it beside that.",
-    "state ahead of what was delivered": "Let the state describe the row that was delivered last, and not what was "
-    "read or prefetched: rows that were made and not handed out must be made again.",
-}
-
-
-@final
-@dataclass(frozen=True)
-class Resume:
-    """The first resume of a trial whose batches differ: ``after`` came where ``expected`` was to come.
-
-    ``rows``: all of the reference. ``place``: the number of rows before the resume. ``window``: the rows of a step.
-    ``workers``: those of the run that saved.
-    """
-
-    trial: int
-    place: int
-    rows: Sequence[Delivered]
-    after: Sequence[Delivered]
-    window: int
-    workers: int
-
-    @property
-    def expected(self) -> Sequence[Delivered]:
-        return self.rows[self.place :]
-
-    @property
-    def same(self) -> int:
-        """How many rows came as expected before the first that differs."""
-        pairs = enumerate(zip(self.after, self.expected, strict=False))
-        return next((number for number, (a, b) in pairs if a[1] != b[1]), min(len(self.after), len(self.expected)))
 
 
 @final
@@ -86,13 +40,27 @@ class Evidence:
 
     @property
     def rows(self) -> list[Delivered]:
-        """Those of the reference under the first topology."""
-        return rows_in(next(iter(self.references.values())).steps)
+        """Those of the reference under the first topology, as far as it was run again."""
+        steps = next(iter(self.references.values())).steps
+        return rows_in(steps if self.again.ended else steps[: len(self.again.steps)])
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether two fresh runs under the same seeds gave the same rows."""
+        return [row for _, row in self.rows] == [row for _, row in rows_in(self.again.steps)]
+
+    def differed_at_once(self, run: Run) -> bool:
+        """Whether what came differed before the first stop already, in a process that had loaded nothing."""
+        known = rows_in(self.references[run.plan.first].steps)
+        came = rows_in([each for gone in (False, True) for each in delivered(run.stretches[0], rolled_back=gone)])
+        return any(a[1] != b[1] for a, b in zip(came, known, strict=False))
 
     def resumes(self) -> list[Resume]:
-        """One for each inexact trial that kept its number of ranks."""
-        found = []
+        """One for each inexact trial that kept its number of ranks, and differed after a resume only."""
+        found, repeatable = [], self.repeatable
         for run, trial in self.runs:
+            if repeatable and self.differed_at_once(run):
+                continue
             if trial.verdict == "inexact" and not run.plan.changes_world:
                 found += [resume] if (resume := _first(run, self.references[run.plan.first])) else []
         return found
@@ -116,38 +84,72 @@ def _first(run: Run, reference: Reference) -> Resume | None:
 
 def find_causes(evidence: Evidence) -> list[Cause]:
     """The causes that the evidence speaks for, the strongest first; none where every trial is exact."""
+    bound = list(_bound(evidence))
     inexact = [trial for _, trial in evidence.runs if trial.verdict == "inexact"]
     if not inexact:
-        return []
-    found = [*_not_repeatable(evidence), *_live(evidence)]
+        return bound
+    found = [*bound, *_not_repeatable(evidence), *_saving(evidence, len(inexact)), *_live(evidence)]
     resumes = evidence.resumes()
-    patterns: list[Pattern] = [
-        ("load_state_dict after iter, or without effect", _from_the_start),
-        ("epoch not in the state", _other_epoch),
-        ("augmentation not seeded", lambda resume: _augmented(resume, evidence)),
-        ("order not seeded", lambda resume: _other_order(resume, evidence)),
-        *_behind_patterns(resumes, evidence),
-        ("state ahead of what was delivered", _ahead),
-        ("buffer shuffle forgotten", _forgotten),
+    # A resume may fit several patterns: the first ones say most. Of those side by side, the commoner one has it.
+    behind = _behind_pattern(resumes, evidence)
+    start: Pattern = ("load_state_dict after iter, or without effect", _from_the_start)
+    patterns: list[list[Pattern]] = [
+        [start, ("epoch not in the state", _other_epoch), *([behind] if behind[1] is _late else [])],
+        [("augmentation not seeded", lambda resume: _augmented(resume, evidence))],
+        [("order not seeded", lambda resume: _other_order(resume, evidence))],
+        [behind],
+        [("state ahead of what was delivered", _ahead)],
+        [("buffer shuffle forgotten", _forgotten)],
     ]
-    told: set[int] = set()
-    for name, pattern in patterns:
-        seen = [(resume, text) for resume in resumes if resume.trial not in told and (text := pattern(resume))]
-        if seen:
-            told |= {resume.trial for resume, _ in seen}
-            evidence_text = f"In {len(seen)} of {len(inexact)} inexact trials: {seen[0][1]}"
-            found.append(Cause(name, evidence_text + _probed(name, evidence), _REMEDIES[name]))
-    return found
+    told: list[tuple[int, Cause]] = []
+    left = list(resumes)
+    for beside in patterns:
+        for _ in beside:
+            fitting = [(name, [(each, text) for each in left if (text := pattern(each))]) for name, pattern in beside]
+            name, seen = max(fitting, key=lambda each: len(each[1]))
+            if seen:
+                left = [each for each in left if all(each is not other for other, _ in seen)]
+                text = f"In {len(seen)} of {len(inexact)} inexact trials: {seen[0][1]}{_probed(name, evidence)}"
+                told.append((len(seen), Cause(name, text, REMEDIES[name])))
+    return found + [cause for _, cause in sorted(told, key=lambda each: -each[0])]
 
 
-def _behind_patterns(resumes: Sequence[Resume], evidence: Evidence) -> list[Pattern]:
+def _bound(evidence: Evidence) -> Iterator[Cause]:
+    """Where resumes on another number of workers (or ranks) fail, all of them, and no other does."""
+    for place, (name, option) in enumerate((("workers", "--workers"), ("ranks", "--ranks"))):
+        failed: dict[bool, list[int]] = {True: [], False: []}
+        went_on: dict[bool, list[int]] = {True: [], False: []}
+        for run, trial in evidence.runs:
+            for number in range(1, len(run.stretches)):
+                before, now = run.plan.topologies[number - 1][place], run.plan.topologies[number][place]
+                broke = run.error and number == len(run.stretches) - 1
+                if not broke and not run.stretches[number - 1].saved:
+                    continue  # at the start there may be nothing to load
+                (failed if broke else went_on)[before != now].append(trial.number)
+            if run.error and (len(run.stretches) == 1 or run.stretches[-1].steps):
+                failed[False].append(trial.number)  # it failed, and not at a load
+        if failed[True] and went_on[False] and not failed[False] and not went_on[True]:
+            yield Cause(
+                f"state bound to the number of {name}",
+                f"Each resume on another number of {name} failed before its first batch (in "
+                f"{_trials(failed[True])}), and none on the same number did.",
+                f"Resume on as many {name} as the run was saved on, and audit with one number ({option} N); or keep in "
+                f"the state what is the same on any number of {name}, such as the rows that were delivered.",
+            )
+
+
+def _trials(numbers: Sequence[int]) -> str:
+    return f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _behind_pattern(resumes: Sequence[Resume], evidence: Evidence) -> Pattern:
     """One row a worker that comes again at every resume is a late state; other numbers of them are a coarse one."""
     late = [resume for resume in resumes if _late(resume)]
     coarse = any(_behind(resume) for resume in resumes if resume not in late)
     asked = evidence.probe.get("asked", 0)
     if coarse or (asked and not evidence.probe["late"]):
-        return [("state behind what was delivered", _behind)]
-    return [("state updated after yield", _late)]
+        return "state behind what was delivered", _behind
+    return "state updated after yield", _late
 
 
 def _probed(name: str, evidence: Evidence) -> str:
@@ -167,12 +169,24 @@ def _not_repeatable(evidence: Evidence) -> Iterator[Cause]:
     places = [place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a[1] != b[1]]
     if places or len(one) != len(other):
         first = places[0] if places else min(len(one), len(other))
-        what = "the order of rows" if _counted(one) == _counted(other) else "the rows themselves"
+        what = "the order of rows" if counted(one) == counted(other) else "the rows themselves"
         yield Cause(
             "not repeatable",
             f"Two fresh runs under the same seeds differ, from row {first} on, in {what}.",
-            _REMEDIES["not repeatable"],
+            REMEDIES["not repeatable"],
         )
+
+
+def _saving(evidence: Evidence, inexact: int) -> Iterator[Cause]:
+    name = "saving changes what comes"
+    early = [trial for run, trial in evidence.runs if trial.verdict == "inexact" and evidence.differed_at_once(run)]
+    if early and evidence.repeatable:
+        first = min(trial.first.batch for trial in early if trial.first)
+        text = (
+            f"In {len(early)} of {inexact} inexact trials rows differed before the first stop, from batch {first} of "
+        )
+        text += "the run on; up to there saves are all that sets it apart from the run without a stop."
+        yield Cause(name, text, REMEDIES[name])
 
 
 def _live(evidence: Evidence) -> Iterator[Cause]:
@@ -182,14 +196,14 @@ def _live(evidence: Evidence) -> Iterator[Cause]:
             if "live" in stretch.said:
                 saved, seen = stretch.said["live"]
                 text = f"The state handed out after {saved} batches had changed by batch {seen}, in the same object."
-                yield Cause(name, text, _REMEDIES[name])
+                yield Cause(name, text, REMEDIES[name])
                 return
     if evidence.probe.get("live") is not None:
         text = (
             f"{evidence.probe['dataset']} by itself: the state handed out after {evidence.probe['live']} rows had "
             "changed, in the same object, when more rows were made. A worker that sends it sends what it is by then."
         )
-        yield Cause(name, text, _REMEDIES[name])
+        yield Cause(name, text, REMEDIES[name])
 
 
 def _from_the_start(resume: Resume) -> str | None:
@@ -197,16 +211,20 @@ def _from_the_start(resume: Resume) -> str | None:
     if resume.same >= resume.window:
         return None
     epoch = resume.expected[0][0] if resume.expected else 0
-    starts = _epoch_starts(rows)
+    starts = epoch_starts(rows)
+    following, left = starts.get(epoch + 1), sum(1 for each, _ in resume.expected if each == epoch)
+    few = left <= FEW * resume.window * max(1, resume.workers)
+    if few and following is not None and matches(resume.after, rows[following:], resume.window):
+        return None  # the rest of the epoch was passed over, and the next one has the same order
     for name, start in (("the run", 0), (f"epoch {epoch}", starts.get(epoch, 0))):
-        if start != resume.place and _matches(resume.after, rows[start:], resume.window):
+        if start != resume.place and matches(resume.after, rows[start:], resume.window):
             return f"resumed after {resume.place} rows, the loader began at the start of {name}."
     return None
 
 
 def _other_epoch(resume: Resume) -> str | None:
     rows = resume.rows
-    same, starts = resume.same, _epoch_starts(rows)
+    same, starts = resume.same, epoch_starts(rows)
     if same >= len(resume.expected):
         return None
     here = resume.place + same
@@ -215,7 +233,7 @@ def _other_epoch(resume: Resume) -> str | None:
     most = sum(1 for other, _ in rows if other == epoch) - offset
     for other, start in starts.items():
         there = rows[start + offset :]
-        if other != epoch and _matches(resume.after[same : same + most], there, min(most, resume.window)):
+        if other != epoch and matches(resume.after[same : same + most], there, min(most, resume.window)):
             return f"from row {offset} of epoch {epoch} on, the resumed run delivered what belongs to epoch {other}."
     return None
 
@@ -228,7 +246,7 @@ def _augmented(resume: Resume, evidence: Evidence) -> str | None:
         other = _other_fields(a, b)
         if other:
             altered[other] += 1
-    if altered and altered.total() >= max(_FEW, _MANY * len(pairs)):
+    if altered and altered.total() >= max(FEW, _MANY * len(pairs)):
         which = sorted({place for places in altered for place in places})
         told = ", ".join(repr(names[place]) if place < len(names) else f"field {place}" for place in which)
         return f"{altered.total()} rows came in their place, but with other values of {told}; their other fields agree."
@@ -247,7 +265,7 @@ def _other_fields(a: Row, b: Row) -> tuple[int, ...]:
 
 def _shares(resume: Resume) -> bool:
     """Whether rows that were expected after the resume came at all."""
-    return bool(_contents(resume.after) & _contents(resume.expected))
+    return bool(contents(resume.after) & contents(resume.expected))
 
 
 def _drawn(evidence: Evidence) -> str:
@@ -256,7 +274,7 @@ def _drawn(evidence: Evidence) -> str:
     size = min(len(one), len(other))
     if [row for _, row in one[:size]] == [row for _, row in other[:size]]:
         return ""
-    common = _contents(one) & _contents(other)
+    common = contents(one) & contents(other)
     return "rows" if common.total() < size / 2 else "order"
 
 
@@ -270,14 +288,17 @@ def _other_order(resume: Resume, evidence: Evidence) -> str | None:
 
 def _again(resume: Resume) -> Counter[tuple[int, bytes]]:
     """The rows that came again, where they all lie before the resume and nothing is lost; else none."""
-    again = _counted(resume.after) - _counted(resume.expected)
-    before = _counted(resume.rows[: resume.place])
+    again = counted(resume.after) - counted(resume.expected)
+    before = counted(resume.rows[: resume.place])
     return again if again <= before and not _lost(resume) else Counter()
 
 
 def _late(resume: Resume) -> str | None:
     again = _again(resume)
-    if not again or again.total() > max(1, resume.workers):
+    most = max(1, resume.workers)
+    batch = resume.rows[max(0, resume.place - resume.window) : resume.place]  # of a loader that yields batches itself
+    whole = again.total() == resume.window and counted(batch) == again
+    if not again or (again.total() > most and not whole):
         return None
     first = next(row.brief for epoch, row in resume.after if (epoch, row.digest) in again)
     return f"the last {'row' if again.total() == 1 else 'rows'} before the save came again ({again.total()}: {first})."
@@ -299,7 +320,7 @@ def _ahead(resume: Resume) -> str | None:
 
 def _forgotten(resume: Resume) -> str | None:
     places = _lost(resume)
-    if len(places) < _FEW or _order_kept(resume):
+    if len(places) < FEW or _order_kept(resume):
         return None
     return (
         f"{len(places)} of the next {places[-1] + 1} rows never came, and the others came in another order: rows had "
@@ -309,12 +330,12 @@ def _forgotten(resume: Resume) -> str | None:
 
 def _lost(resume: Resume) -> list[int]:
     """Which of the rows that were expected next never came; none where what came is mostly unknown to the reference."""
-    known = _contents(resume.rows)
+    known = contents(resume.rows)
     if sum(row.digest in known for _, row in resume.after) < _MANY * len(resume.after):
         return []
     # Rows may come late: only those are looked for that have had as many rows again to come in.
     near = len(resume.after) // 2 or len(resume.after)
-    lost = _counted(resume.expected[:near]) - _counted(resume.after)
+    lost = counted(resume.expected[:near]) - counted(resume.after)
     return [place for place, (epoch, row) in enumerate(resume.expected[:near]) if lost[epoch, row.digest]]
 
 
@@ -331,24 +352,3 @@ def _order_kept(resume: Resume) -> bool:
             return False
         last[worker] = place
     return True
-
-
-def _epoch_starts(rows: Sequence[Delivered]) -> dict[int, int]:
-    starts: dict[int, int] = {}
-    for place, (epoch, _) in enumerate(rows):
-        starts.setdefault(epoch, place)
-    return starts
-
-
-def _matches(found: Sequence[Delivered], rows: Sequence[Delivered], most: int) -> bool:
-    """Whether the first rows are the same: at least a few, and ``most`` where there are as many."""
-    count = min(len(found), len(rows), max(most, _FEW))
-    return count >= _FEW and all(a[1] == b[1] for a, b in zip(found[:count], rows[:count], strict=True))
-
-
-def _contents(rows: Sequence[Delivered]) -> Counter[bytes]:
-    return Counter(row.digest for _, row in rows)
-
-
-def _counted(rows: Sequence[Delivered]) -> Counter[tuple[int, bytes]]:
-    return Counter((epoch, row.digest) for epoch, row in rows)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias, final
 
-from unbroken.audit.crash import Reference, Run, Step, Stretch
+from unbroken.audit.crash import Reference, Run, Step, Stretch, digests
 from unbroken.audit.findings import Difference, Trial
 from unbroken.audit.records import Row
 from unbroken.audit.stretch import Line
 
-__all__ = ["Delivered", "delivered", "judge", "rows_in"]
+__all__ = ["Delivered", "delivered", "judge", "ran_beyond", "rows_in"]
 
 Delivered: TypeAlias = "tuple[int, Row]"
 """A row and the epoch that it came in. Rows of different epochs are different deliveries."""
@@ -42,16 +42,18 @@ def delivered(stretch: Stretch, *, rolled_back: bool = False) -> list[Step]:
 def judge(reference: Reference, run: Run, batches: int) -> Trial:
     """What a trial found, up to the reference's first ``batches`` batches."""
     plan = run.plan
-    trial = {"number": plan.number, "stops": tuple(run.stops)}
+    trial = {"number": plan.number + 1, "stops": tuple(run.stops)}
     topologies = tuple(stretch.arguments for stretch in run.stretches)
     if run.error:
         return Trial(**trial, topologies=topologies, verdict="failed", error=run.error)  # type: ignore[arg-type]
-    found = [step for stretch in run.stretches for step in delivered(stretch)]
-    rows = _Rows(reference.steps, batches, found, run.ended)
+    found = _found(run)
+    # What comes after the end of the data is one batch too many, wherever the comparison ends.
+    limit = len(found) if reference.ended and len(found) > len(reference.steps) else batches
+    rows = _Rows(reference, batches, _in_their_epochs(reference, found), run)
     if plan.changes_world:
         first, reordered = rows.first_difference(), 0
     else:
-        first, reordered = _first_batch(reference.steps[:batches], found[:batches]), rows.reordered()
+        first, reordered = _first_batch(reference.steps[:limit], found[:limit]), rows.reordered()
         first = _earlier(first, _first_rolled_back(reference.steps, run))
     exact = first is None
     return Trial(
@@ -68,17 +70,31 @@ def judge(reference: Reference, run: Run, batches: int) -> Trial:
     )
 
 
+def ran_beyond(reference: Reference, run: Run, batches: int) -> bool:
+    """Whether rows came that are no rows of the reference so far, and may be such as it has after its end."""
+    if reference.ended or run.error:
+        return False
+    return _Rows(reference, batches, _found(run), run).beyond()
+
+
+def _found(run: Run) -> list[Step]:
+    return [step for stretch in run.stretches for step in delivered(stretch)]
+
+
+def _in_their_epochs(reference: Reference, found: list[Step]) -> list[Step]:
+    """Batches that are all the same, and only their epochs end elsewhere, have no row that is lost or repeated."""
+    known = reference.steps[: len(found)]
+    contents = ([[line and line.digest for line in step] for step in steps] for steps in (known, found))
+    return known if next(contents) == next(contents) else found
+
+
 def _earlier(a: Difference | None, b: Difference | None) -> Difference | None:
     return min((each for each in (a, b) if each is not None), key=lambda each: each.batch, default=None)
 
 
-def _digests(step: Step) -> list[bytes | None]:
-    return [None if line is None else line.digest for line in step]
-
-
 def _first_batch(expected: Sequence[Step], found: Sequence[Step]) -> Difference | None:
     for number, (a, b) in enumerate(itertools.zip_longest(expected, found)):
-        if a is None or b is None or _digests(a) != _digests(b):
+        if a is None or b is None or digests(a) != digests(b):
             return _difference(expected, number, a, b)
     return None
 
@@ -106,7 +122,10 @@ def _side_by_side(a: Step | None, b: Step | None) -> tuple[str, str]:
     """Both batches in short, of the first rank that differs; with the first row that differs where they look alike."""
     width = max(len(a or ()), len(b or ()))
     pairs = enumerate(itertools.zip_longest(a or (), b or ()))
-    rank, (one, other) = next((r, (x, y)) for r, (x, y) in pairs if x is None or y is None or x.digest != y.digest)
+    rank, (one, other) = next(
+        (r, (x, y)) for r, (x, y) in pairs if x is None or y is None or digests((x,)) != digests((y,))
+    )
+    ends = one is not None and other is not None and one.digest == other.digest
     texts = []
     place = _first_row(one, other)
     alike = one is not None and other is not None and one.brief == other.brief
@@ -115,6 +134,9 @@ def _side_by_side(a: Step | None, b: Step | None) -> tuple[str, str]:
         if line is not None and (alike or place > 0):
             row = line.rows[place].brief if place < len(line.rows) else "nothing"
             text += f"\nrow {place}: {row}"
+        if ends and line is not None and one is not None and other is not None:
+            begins = line.epoch == max(one.epoch, other.epoch)
+            text = f"{line.brief}\nepoch {line.epoch} {'begins with it' if begins else 'goes on'}"
         texts.append(f"rank {rank}: {text}" if width > 1 else text)
     return texts[0], texts[1]
 
@@ -148,23 +170,38 @@ class _Side:
 class _Rows:
     """Rows counted by epoch. What is compared ends with ``batches``; both runs go on, for rows that come late."""
 
-    def __init__(self, steps: Sequence[Step], batches: int, found: Sequence[Step], ended: bool) -> None:
-        self.compared = steps[:batches]
-        self.expected, self.known = _Side(rows_in(self.compared)), _Side(rows_in(steps))
+    def __init__(self, reference: Reference, batches: int, found: Sequence[Step], run: Run) -> None:
+        self.compared = reference.steps[:batches]
+        self.expected, self.known = _Side(rows_in(self.compared)), _Side(rows_in(reference.steps))
         self.later = _Side(rows_in(found))
-        self.found = _Side(self.later.rows[: len(self.expected.rows)])
+        too_many = reference.ended and len(self.later.rows) > len(self.known.rows)
+        self.found = self.later if too_many else _Side(self.later.rows[: len(self.expected.rows)])
         # What the run without a stop delivers after the last row that this one came to is not lost, but yet to come.
         last = max((place for place, key in enumerate(self.known.keys) if key in self.later.counted), default=-1)
-        reached = self.expected.counted if ended else Counter(self.expected.keys[: last + 1])
+        short = len(self.later.rows) < len(self.expected.rows)
+        reached = self.expected.counted if run.ended or short else Counter(self.expected.keys[: last + 1])
         self.missing = reached - self.later.counted
         self.surplus = self.found.counted - self.known.counted
         self.content = {row.digest for _, row in self.known.rows}
-        self.repeated = sum(count for (_, digest), count in self.surplus.items() if digest in self.content)
+        # On another number of ranks an epoch may have rows that the reference left out of it.
+        known = self.known.counted if run.plan.changes_world else None
+        self.repeated = sum(
+            count for key, count in self.surplus.items() if (key[1] in self.content if known is None else key in known)
+        )
         self.altered = self.surplus.total() - self.repeated
         self.lost = max(0, self.missing.total() - self.altered)
 
+    def beyond(self) -> bool:
+        """The epoch that the reference was in at its end may have any row, and so may those that follow."""
+        last = max((epoch for epoch, _ in self.known.rows), default=0)
+        return any(key[0] >= last and key not in self.known.counted for key in self.surplus)
+
     def unknown_places(self) -> tuple[int, ...]:
-        return tuple(place for place, (_, row) in enumerate(self.found.rows) if row.digest not in self.content)
+        return tuple(place for place, row in self._first_rows() if row.digest not in self.content)
+
+    def _first_rows(self) -> Iterator[tuple[int, Row]]:
+        """As many as the reference has, with their places."""
+        return enumerate(row for _, row in self.found.rows[: len(self.expected.rows)])
 
     def reordered(self) -> int:
         """How many rows of those that both runs have stand at another place among them."""
@@ -195,7 +232,7 @@ class _Rows:
         for place, (epoch, row) in enumerate(self.found.rows):
             if self.surplus[epoch, row.digest]:
                 number = _step_of_row(self.compared, place)
-                again = "no row, or another" if row.digest not in self.content else "this row once"
+                again = "this row once" if self.known.counted[epoch, row.digest] else "no row of this epoch, or another"
                 return Difference(number, epoch, _step(self.compared, number, epoch), again, row.brief)
         return None
 

@@ -10,12 +10,12 @@ from typing import Any, Final, TypeAlias, final
 
 from unbroken.audit.findings import Stop
 from unbroken.audit.plan import Audit, Place, Topology, TrialPlan, extra_batches
-from unbroken.audit.processes import Ended, Runs
+from unbroken.audit.processes import NO_OUTPUT, Ended, Runs
 from unbroken.audit.saves import saved_steps
 from unbroken.audit.stretch import Line, Log, Orders, read_log
 from unbroken.errors import AuditError
 
-__all__ = ["Reference", "Run", "Step", "Stretch", "run_probe", "run_reference", "run_trial", "steps_of"]
+__all__ = ["Reference", "Run", "Step", "Stretch", "digests", "run_probe", "run_reference", "run_trial", "steps_of"]
 
 Step: TypeAlias = tuple[Line | None, ...]
 """A batch of each rank; None of a rank that has no more."""
@@ -67,6 +67,11 @@ class Reference:
     said: Mapping[str, Any]
     ended: bool
 
+    def goes_on_in(self, longer: Reference) -> bool:
+        """Whether another one begins with all the batches of this one."""
+        pairs = itertools.zip_longest(self.steps, longer.steps[: len(self.steps)], fillvalue=())
+        return all(digests(a) == digests(b) for a, b in pairs)
+
     def rows_of_epochs(self) -> dict[int, int]:
         """How many rows each epoch has, of those that are whole."""
         found: dict[int, int] = {}
@@ -82,10 +87,16 @@ class Reference:
         """For how many steps every rank has a batch."""
         return sum(all(line is not None for line in step) for step in self.steps)
 
+    def is_over(self, batches: int, rank: int) -> bool:
+        """Whether an epoch of a rank ended with that number of batches."""
+        last, following = (self.steps[at][rank] if at < len(self.steps) else None for at in (batches - 1, batches))
+        if last is None or following is None:
+            return last is None or self.ended
+        return last.epoch != following.epoch
+
     def epoch_ends(self) -> list[int]:
         """The numbers of batches after which an epoch ended, of rank 0."""
-        epochs = [step[0].epoch for step in self.steps if step[0] is not None]
-        return [number for number, (a, b) in enumerate(itertools.pairwise(epochs), 1) if a != b]
+        return [number for number in range(1, len(self.steps) + 1) if self.is_over(number, 0)]
 
 
 def steps_of(logs: Sequence[Log]) -> list[Step]:
@@ -93,9 +104,14 @@ def steps_of(logs: Sequence[Log]) -> list[Step]:
     return list(itertools.zip_longest(*(log.lines for log in logs)))
 
 
-def run_reference(audit: Audit, processes: Runs, topology: Topology, name: str, seed: int) -> Reference:
-    """A run without a stop. Raises ``AuditError`` where it fails, or delivers nothing."""
-    end = audit.batches + extra_batches(audit.batches)
+def run_reference(
+    audit: Audit, processes: Runs, topology: Topology, name: str, seed: int, end: int | None = None
+) -> Reference:
+    """A run without a stop, of ``end`` batches; by default some more than are compared.
+
+    Raises ``AuditError`` where it fails, or delivers nothing.
+    """
+    end = end or audit.batches + extra_batches(audit.batches)
     orders = _orders(audit, processes.folder / name, topology, seed, end=end)
     ended = processes.run(orders, "none")
     logs = [read_log(each.log, processes.known) for each in orders]
@@ -126,7 +142,6 @@ def _orders(
             str(folder),
             audit.save,
             rank=rank,
-            world=world,
             seed=seed,
             **more,
         )
@@ -143,19 +158,21 @@ def run_trial(audit: Audit, plan: TrialPlan, processes: Runs, reference: Referen
     start = 0
     before: dict[str, Any] = {}
     counted: dict[int, int] = {}
-    whole = reference.rows_of_epochs()
-    for number in range(len(plan.places) + 1):
+    for number, topology in enumerate(plan.topologies):
         place = plan.places[number] if number < len(plan.places) else None
-        topology, folder = plan.topologies[number], processes.folder / f"trial-{plan.number}-{number}"
+        folder = processes.folder / f"trial-{plan.number}-{number}"
         tell(f"trial {plan.number + 1}: " + (_told(place) if place else "runs to its end"))
         seed = audit.seed if number == 0 else audit.seed + _OTHER_SEEDS * (plan.number + 1) + number
         where = _until(audit, place) if place else {"end": _end(audit, plan, run, reference)}
+        places = _places(run, reference, counted, start, topology[1])
+        if before:
+            before = {**before, "epochs": [epoch for epoch, _ in places]}
         orders = _orders(audit, folder, topology, seed, start=start, before=before, **where)
         ended = processes.run(orders, audit.kill)
         logs = [read_log(each.log, processes.known) for each in orders]
         stretch = Stretch(_said(audit, topology), start, steps_of(logs), None, logs[0].said)
         run.stretches.append(stretch)
-        stretch.epochs = _epochs(stretch, before.get("epoch", 0), counted, whole)
+        stretch.epochs = _epochs(stretch, places, reference)
         error = next((log.said["error"] for log in logs if "error" in log.said), ended.error)
         if error and any(log.said.get("cannot") for log in logs):
             raise AuditError(error)
@@ -163,28 +180,30 @@ def run_trial(audit: Audit, plan: TrialPlan, processes: Runs, reference: Referen
             run.error = _whole(error, ended)
             return run
         run.ended = any(log.ended for log in logs)
+        if place is None or run.ended:
+            return run  # perhaps it came to its end before the stop
         steps = saved_steps(folder, topology[1])
-        if place is None or not steps or run.ended:
-            return run  # the run came to its end before the stop
-        stretch.saved = start = steps[-1]
-        run.stops.append(_stop(place, stretch, min(len(log.lines) for log in logs), logs))
+        if steps:
+            start = steps[-1]
+            before = {"folder": str(folder), "world": topology[1], "of": logs[0].said.get("state_of", "")}
+        stretch.saved = start  # without a save it goes back to the one before, or begins anew
+        run.stops.append(_stop(place, stretch, min(len(log.lines) for log in logs)))
         _keep(stretch, counted)
-        before = {"folder": str(folder), "world": topology[1], "epoch": max(counted, default=0)}
     return run
 
 
 def _whole(error: str, ended: Ended) -> str:
     """What was raised, in a line, and the traceback below it."""
-    return error if error == ended.error or not ended.error else f"{error}\n{ended.error}"
+    told = error == ended.error or not ended.error or ended.error.endswith(NO_OUTPUT)
+    return error if told else f"{error}\n{ended.error}"
 
 
 def _until(audit: Audit, place: Place) -> dict[str, Any]:
     """The orders of a stretch that is ended at a place."""
     halt = place.halt
-    saves = (*place.earlier, place.saved, *((halt.after,) if halt.where == "save" else ()))
-    if audit.kill == "none":
-        return {"end": halt.after, "saves": saves}
-    return {"end": halt.after + 1, "saves": saves, "halt": halt}
+    saves = (*place.earlier, *((halt.after,) if halt.where == "save" else ()))
+    made = {"saves": saves, "over": (place.saved,)} if place.over else {"saves": (*saves, place.saved)}
+    return {"end": halt.after, **made} if audit.kill == "none" else {"end": halt.after + 1, "halt": halt, **made}
 
 
 def _said(audit: Audit, topology: Topology) -> dict[str, Any]:
@@ -206,27 +225,59 @@ def _end(audit: Audit, plan: TrialPlan, run: Run, reference: Reference) -> int:
     return start + max(1, -(-left // each)) + extra
 
 
+def digests(step: Step) -> list[tuple[int, bytes] | None]:
+    """Epochs and digests of its batches, rank by rank."""
+    return [None if line is None else (line.epoch, line.digest) for line in step]
+
+
 def _rows(steps: Sequence[Step]) -> int:
     return sum(len(line.rows) for step in steps for line in step if line is not None)
 
 
-def _epochs(stretch: Stretch, before: int, counted: Mapping[int, int], whole: Mapping[int, int]) -> list[list[int]]:
+def _places(
+    run: Run, reference: Reference, counted: Mapping[int, int], start: int, world: int
+) -> list[tuple[int, bool]]:
+    """For each rank that goes on at ``start``: the epoch that it was in, and whether that epoch is over."""
+    if start == 0:
+        return [(0, False)] * world
+    if run.plan.changes_world:
+        epoch = max(counted, default=0)
+        whole = reference.rows_of_epochs().get(epoch)
+        return [(epoch, whole is not None and counted[epoch] >= whole)] * world
+    kept = [epochs for stretch in run.stretches for epochs in stretch.epochs[: len(stretch.kept)]]
+    last = (max((epochs[rank] for epochs in kept), default=0) for rank in range(world))
+    return [(epoch, reference.is_over(start, rank)) for rank, epoch in enumerate(last)]
+
+
+def _epochs(stretch: Stretch, places: Sequence[tuple[int, bool]], reference: Reference) -> list[list[int]]:
     """The epoch of each batch, counted as the reference does.
 
     A stretch that was saved at the end of an epoch goes on with the next one: whether it begins with a pass without a
     batch or not makes no difference to what is delivered.
     """
-    at_end = stretch.start > 0 and counted.get(before, 0) >= whole.get(before, float("inf"))
-    shift: list[int | None] = [None] * max(map(len, stretch.steps), default=0)
-    first = stretch.steps[0] if stretch.steps else ()
-    stretch.began_empty = at_end and any(line is not None and line.epoch > before for line in first)
+    shift: list[int | None] = [None] * len(places)
     found = []
     for step in stretch.steps:
         for rank, line in enumerate(step):
             if line is not None and shift[rank] is None:
-                shift[rank] = 1 if at_end and line.epoch == before else 0
+                before, over = places[rank]
+                shift[rank] = (
+                    1 if over and line.epoch == before and not _repeats(stretch, rank, before, reference) else 0
+                )
+                stretch.began_empty = stretch.began_empty or (over and line.epoch > before)
         found.append([line.epoch + (shift[rank] or 0) if line else -1 for rank, line in enumerate(step)])
     return found
+
+
+def _repeats(stretch: Stretch, rank: int, epoch: int, reference: Reference) -> bool:
+    """Whether the first pass is no epoch, but batches from the end of the one that was over, once more."""
+    came = [line.digest for step in stretch.steps if (line := step[rank]) and line.epoch == epoch]
+    earlier = [
+        line.digest
+        for step in reference.steps[: stretch.start]
+        if rank < len(step) and (line := step[rank]) and line.epoch == epoch
+    ]
+    return 2 * len(came) <= len(earlier) and earlier[len(earlier) - len(came) :] == came
 
 
 def _keep(stretch: Stretch, counted: dict[int, int]) -> None:
@@ -241,7 +292,7 @@ def _told(place: Place) -> str:
     return f"{where[place.halt.where]}, after {place.halt.after} batches"
 
 
-def _stop(place: Place, stretch: Stretch, delivered: int, logs: Sequence[Log]) -> Stop:
+def _stop(place: Place, stretch: Stretch, delivered: int) -> Stop:
     """The stop as it came about, which is not always as it was planned: a fetch may have been done already."""
     ended, saved = stretch.start + delivered, stretch.saved or 0
     how = "between batches"
@@ -249,7 +300,7 @@ def _stop(place: Place, stretch: Stretch, delivered: int, logs: Sequence[Log]) -
         how = "in the middle of a fetch" if ended == place.halt.after else "right after a fetch"
     elif place.halt.where == "save":
         how = "during a save" if saved < place.halt.after else "right after a save"
-    return Stop(saved, ended, how)
+    return Stop(saved, ended, f"{how}, saved between epochs" if place.over and saved == place.saved else how)
 
 
 def run_probe(audit: Audit, processes: Runs) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Cause:
 class Trial:
     """One run that was ended and resumed, once or several times, held against the run without a stop.
 
+    ``number`` counts the trials of an audit from 1.
     ``topologies`` are the arguments of the factory in each stretch. ``lost``, ``repeated``, ``reordered`` and
     ``altered`` count rows. ``counts`` has, for each row of the reference in the order of delivery, how often the trial
     delivered it (255: that often or more); ``unknown`` the places (numbers of rows in the trial's own order) where a
@@ -95,3 +96,11 @@ class Findings:
         """That of the worst trial."""
         found = {trial.verdict for trial in self.trials}
         return "inexact" if "inexact" in found else "failed" if "failed" in found else "exact"
+
+    def errors(self) -> list[tuple[tuple[int, ...], str]]:
+        """Each error once, with the numbers of the trials that it ended. Those with the same first line are one."""
+        trials: dict[str, list[Trial]] = {}
+        for trial in self.trials:
+            if trial.error:
+                trials.setdefault(trial.error.partition("\n")[0], []).append(trial)
+        return [(tuple(trial.number for trial in each), each[0].error) for each in trials.values()]

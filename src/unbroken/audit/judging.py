@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import metadata
 from typing import Final, TypeVar, final
 
 from unbroken.audit.causes import Evidence, find_causes
-from unbroken.audit.compare import judge, rows_in
+from unbroken.audit.compare import judge, ran_beyond, rows_in
 from unbroken.audit.crash import Reference, Run, run_probe, run_reference, run_trial
 from unbroken.audit.findings import Findings, Trial
 from unbroken.audit.plan import LEAST_BATCHES, Audit, Topology, TrialPlan, first_topologies, plan_trials
@@ -23,6 +23,7 @@ __all__ = ["Progress", "run_audit"]
 
 _T = TypeVar("_T")
 _SHOWN: Final = ("unbroken", "torch", "torchdata", "grain", "datasets", "mosaicml-streaming", "numpy")
+_FURTHER: Final = 4  # times the batches, to which the reference goes where trials ran ahead of it
 _REPEATS: Final = (("again", 0), ("other", 7919))  # names of the runs that are compared with the reference; seeds
 
 
@@ -94,14 +95,38 @@ class _Auditing:
                 f"The loader of {audit.factory} delivered {batches} batches over all its epochs, and an audit takes at "
                 f"least {LEAST_BATCHES}."
             )
-        plans = plan_trials(audit, {first: each.epoch_ends() for first, each in references.items()}, batches)
+        ends = {first: each.epoch_ends() for first, each in references.items()}
+        whole = all(each.ended and len(each.steps) == batches for each in references.values())
+        plans = plan_trials(audit, ends, batches, whole=whole)
         judged = self.all([self._trial(plan, references[plan.first], batches) for plan in plans])
+        references, judged = self._judged_further(references, judged, batches)
         trials = tuple(trial for _, trial in judged)
         evidence = Evidence(references, batches, again, other, tuple(judged))
         if any(trial.verdict == "inexact" for trial in trials):
             self.progress.tell("looking for the cause")
             evidence = evidence.with_probe(run_probe(audit, self.processes))
         return self.findings(reference, batches, trials, evidence)
+
+    def _judged_further(
+        self, references: dict[Topology, Reference], judged: list[tuple[Run, Trial]], batches: int
+    ) -> tuple[dict[Topology, Reference], list[tuple[Run, Trial]]]:
+        """The same, with longer references where trials delivered early what may come after the end of theirs.
+
+        What a reference does not have is taken for altered; it is cut, and what lies behind the cut is not.
+        """
+        inexact = [run for run, trial in judged if trial.verdict == "inexact"]
+        ahead = [run.plan.first for run in inexact if ran_beyond(references[run.plan.first], run, batches)]
+        found = dict(references)
+        for number, first in enumerate(dict.fromkeys(ahead)):
+            self.progress.tell("the run without a stop, further on")
+            end = _FURTHER * self.audit.batches
+            with suppress(AuditError):  # what it raises there is not what is asked
+                made = run_reference(self.audit, self.processes, first, f"further-{number}", self.audit.seed, end)
+                found[first] = made if references[first].goes_on_in(made) else references[first]
+        for place, (run, trial) in enumerate(judged):
+            if trial.verdict == "inexact" and found[run.plan.first] is not references[run.plan.first]:
+                judged[place] = run, judge(found[run.plan.first], run, batches)
+        return found, judged
 
     def findings(self, reference: Reference, batches: int, trials: tuple[Trial, ...], evidence: Evidence) -> Findings:
         rows = rows_in(reference.steps[:batches])
@@ -126,11 +151,23 @@ class _Auditing:
         empty = sum(stretch.began_empty for run, _ in evidence.runs for stretch in run.stretches)
         if empty:
             yield (
-                f"Saved at the end of an epoch and resumed, the loader first gave an empty pass ({empty} times). "
+                f"Saved at the end of an epoch and resumed, the loader first gave an empty pass ({_times(empty)}). "
                 "No row is lost by it, but a loop over a fixed number of epochs trains one fewer."
             )
+        for run, trial in evidence.runs:
+            if trial.altered and ran_beyond(reference := evidence.references[run.plan.first], run, batches):
+                yield f"Rows that the run without a stop does not have in {len(reference.steps)} batches are altered."
+                break
         if any(run.plan.changes_world for run, _ in evidence.runs):
             yield "Where the number of ranks changed, the rows of each epoch were compared, and not their order."
+        if any(run.plan.changes_world and trial.verdict == "inexact" for run, trial in evidence.runs):
+            yield (
+                "On another number of ranks drop_last, and shares that do not come out even, leave other rows out at "
+                "the end of an epoch; a difference there may be that."
+            )
+        state_of = next((said for run, _ in evidence.runs if (said := run.stretches[0].said.get("state_of"))), "loader")
+        if state_of != "loader":
+            yield f"The loader itself has no state; that of its {state_of} was saved and loaded."
 
     def _reference(self, topology: Topology, name: str, seed: int) -> Callable[[], Reference]:
         def make() -> Reference:
@@ -167,6 +204,10 @@ class _Auditing:
                 self.processes.stop()
                 raise
         return [future.result() for future in futures]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -19,13 +19,15 @@ from typing import Final, Protocol, final
 from unbroken.audit.records import Row
 from unbroken.audit.stretch import Kill, Orders
 
-__all__ = ["AUDITED", "Ended", "Processes", "Runs", "Stopped"]
+__all__ = ["AUDITED", "NO_OUTPUT", "Ended", "Processes", "Runs", "Stopped"]
 
 AUDITED: Final = "UNBROKEN_AUDITED"  # in the environment of every run of an audit
+NO_OUTPUT: Final = "(no output)"
 _POLL: Final = 0.05  # seconds between two looks at a process that says nothing
 _IMPORTING: Final = 60.0  # seconds that a process may take to come to its orders, besides the timeout
 _LONGEST_FOLDER: Final = 60  # bytes; sockets below it may have paths of 107
 _GRACE: Final = 10.0  # seconds that a process has to end after SIGTERM
+_DONE: Final = b'{"done":true}\n'
 _TAIL: Final = 30  # lines of its output that are shown of a process that failed
 
 
@@ -106,10 +108,20 @@ class _Rank:
         except OSError:
             return 0
 
+    def finished(self) -> bool:
+        """Whether it said so: a loader may end its process, and that with the exit code of success."""
+        try:
+            return self.orders.log.read_bytes()[-len(_DONE) :] == _DONE
+        except OSError:
+            return False
+
     def look(self, seconds: float) -> None:
         """Wait for the halt for a while."""
-        if not self.halted and select.select([self.events], [], [], seconds)[0]:
-            self.halted = os.read(self.events, 1) == b"h"
+        if not self.halted:
+            waiting = select.poll()
+            waiting.register(self.events, select.POLLIN)
+            if waiting.poll(seconds * 1000):
+                self.halted = os.read(self.events, 1) == b"h"
 
     def end(self, kill: Kill) -> None:
         """End it where it waits, then everything that it has started."""
@@ -122,6 +134,9 @@ class _Rank:
                 self.control = -1
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(_GRACE)
+            if self.process.poll() is None:  # the group first: its number may be another one's once this is over
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait()
         with suppress(ProcessLookupError, PermissionError):
@@ -133,14 +148,26 @@ class _Rank:
 
     def failure(self) -> str:
         code = self.process.returncode
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was ended by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        how += "" if code else " before it had done what it was to do"
         lines = self.output.read_text("utf-8", errors="replace").splitlines()[-_TAIL:]
-        return f"A process {how}. Its output ends with\n" + ("\n".join(lines) or "(no output)")
+        return f"A process {how}. Its output ends with\n" + ("\n".join(lines) or NO_OUTPUT)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a signal without a name of its own
+        return f"signal {number}"
 
 
 @final
 class Processes:
-    """All processes of an audit. As a context manager it leaves none of them, and no file, behind."""
+    """All processes of an audit. As a context manager it leaves none of them, and no file, behind.
+
+    What a loader starts is in the session of its run, and ends with it. A process that a loader puts into a session of
+    its own (``Popen(start_new_session=True)``) is the loader's to end.
+    """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -200,7 +227,8 @@ class Processes:
             if failed:
                 return Ended(failed[0].failure())
             if not waiting:
-                return Ended()
+                silent = [rank for rank in ranks if not rank.halted and not rank.finished()]
+                return Ended(silent[0].failure()) if silent else Ended()
             waiting[0].look(_POLL)
             sizes = [rank.size() for rank in ranks]
             if sizes != seen:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pickle
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 
-__all__ = ["Record", "Row", "brief", "digest_of", "fields_of", "record", "row_of", "rows_of"]
+from unbroken.audit.content import attributes_of, feed
+from unbroken.errors import AuditError
+
+__all__ = ["Record", "Row", "brief", "digest_of", "fields_of", "plain", "record", "row_of", "rows_of"]
+
+_REPR: Final[object] = object.__repr__
+_SHOWN: Final = 6  # values, or attributes, of a short text
 
 
 @final
@@ -40,8 +45,10 @@ def rows_of(batch: Any) -> list[Any]:
 
     A list or tuple of tensors, arrays or containers is taken for columns, any other for rows.
     """
+    if isinstance(batch, torch.Tensor) and batch.layout != torch.strided and not batch.is_nested:
+        return [batch]
     if isinstance(batch, torch.Tensor | np.ndarray):
-        return list(batch) if batch.ndim else [batch]
+        return list(batch.unbind() if isinstance(batch, torch.Tensor) else batch) if batch.ndim else [batch]
     if isinstance(batch, Mapping):
         columns = [rows_of(value) for value in batch.values()]
         if columns and len({len(column) for column in columns}) == 1:
@@ -64,14 +71,14 @@ def record(batch: Any, rows: Callable[[Any], Iterable[Any]]) -> Record:
 def row_of(row: Any) -> Row:
     """What is kept of a row. Its fields are the values of a dict or tuple; another row is one field."""
     fields = tuple(digest_of(value)[:8] for value in _values(row))
-    names = repr(list(row)).encode() if isinstance(row, Mapping) else type(row).__name__.encode()
+    names = plain(repr(list(row))).encode() if isinstance(row, Mapping) else type(row).__name__.encode()
     return Row(hashlib.blake2b(names + b"".join(fields), digest_size=8).digest(), fields, brief(row))
 
 
 def fields_of(row: Any) -> list[str]:
     """The names of a row's fields, in the order of ``Row.fields``: keys, or places."""
     if isinstance(row, Mapping):
-        return [str(name) for name in row]
+        return [plain(str(name)) for name in row]
     return [f"[{place}]" for place in range(len(_values(row)))] if isinstance(row, tuple) else ["the row"]
 
 
@@ -82,53 +89,43 @@ def _values(row: Any) -> list[Any]:
 
 
 def digest_of(value: Any) -> bytes:
-    """16 bytes that stand for structure, types and content. NaN equals NaN; -0.0 and 0.0, 1 and True and 1.0 differ."""
+    """16 bytes that stand for structure, types and content. NaN equals NaN; -0.0 and 0.0, 1 and True and 1.0 differ.
+
+    Raises ``AuditError`` for what cannot be compared: it contains itself, or has no content that can be read.
+    """
     hasher = hashlib.blake2b(digest_size=16)
-    _feed(hasher.update, value)
+    try:
+        feed(hasher.update, value)
+    except RecursionError:
+        raise AuditError(
+            f"The audit cannot compare a {_name(value)} of a batch: it is nested too deep.\n"
+            "Let the factory return a loader whose batches are flat containers of tensors, arrays and plain values."
+        ) from None
     return hasher.digest()
-
-
-def _feed(update: Callable[[Any], None], value: Any) -> None:
-    kind = type(value)
-    update(f"{kind.__module__}.{kind.__qualname__}:".encode())
-    if isinstance(value, torch.Tensor):
-        update(f"{value.dtype}{tuple(value.shape)}".encode())
-        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, np.ndarray):
-        update(f"{value.shape}".encode())
-        _feed(update, value.tolist())
-    elif isinstance(value, str | bytes | bytearray | bool | int | float | complex | type(None)):
-        text = repr(value).encode()
-        update(f"{len(text)}:".encode() + text)
-    elif isinstance(value, Mapping | list | tuple):
-        update(f"{len(value)}:".encode())
-        for item in value.items() if isinstance(value, Mapping) else value:
-            _feed(update, item)
-    elif isinstance(value, Set):
-        for digest in sorted(digest_of(item) for item in value):
-            update(digest)
-    elif dataclasses.is_dataclass(value):
-        _feed(update, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-    else:
-        update(pickle.dumps(value))
 
 
 @final
 class _Brief(reprlib.Repr):
-    """Short texts: tensors and arrays show dtype, shape and their first values."""
+    """Short texts: tensors and arrays show dtype, shape and their first values, objects their attributes."""
 
-    def repr_Tensor(self, value: torch.Tensor, level: int) -> str:
-        first = value.detach().cpu().reshape(-1)[:6].tolist()
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {self._values(first, value.numel())}"
+    def repr1(self, x: Any, level: int) -> str:
+        try:
+            if isinstance(x, torch.Tensor):
+                return self._numbers(str(x.dtype).removeprefix("torch."), x.detach().cpu(), x.numel())
+            if isinstance(x, np.ndarray):
+                return self._numbers(str(x.dtype), x, x.size)
+            if getattr(type(x), "__repr__", None) is _REPR and level > 0:
+                given = [f"{name}={self.repr1(each, level - 1)}" for name, each in sorted(attributes_of(x).items())]
+                more = ["..."] * (len(given) > _SHOWN)
+                return f"{type(x).__name__}({', '.join(given[:_SHOWN] + more)})"
+            return super().repr1(x, level)
+        except Exception:  # a class may be named like a known one, or have a __repr__ that raises
+            return f"<{_name(x)}>"
 
-    def repr_ndarray(self, value: np.ndarray[Any, Any], level: int) -> str:
-        return f"{value.dtype}{list(value.shape)} {self._values(value.reshape(-1)[:6].tolist(), value.size)}"
-
-    def _values(self, first: list[Any], count: int) -> str:
+    def _numbers(self, dtype: str, value: Any, count: int) -> str:
+        first = value.reshape(-1)[:_SHOWN].tolist()
         texts = [f"{v:.6g}" if isinstance(v, float) else repr(v) for v in first]
-        return "[" + ", ".join(texts + ["..."] * (count > len(first))) + "]"
+        return f"{dtype}{list(value.shape)} [" + ", ".join(texts + ["..."] * (count > len(first))) + "]"
 
 
 _BRIEF = _Brief()
@@ -136,4 +133,13 @@ _BRIEF = _Brief()
 
 def brief(value: Any) -> str:
     """A short text of a batch or a row."""
-    return _BRIEF.repr(value)
+    return str(plain(_BRIEF.repr(value)))
+
+
+def plain(word: Any) -> Any:
+    """A text that can be written as UTF-8; anything else as it is."""
+    return word.encode("utf-8", "backslashreplace").decode() if isinstance(word, str) else word
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -56,6 +56,7 @@ def _body(findings: Findings) -> str:
         _causes(findings),
         _map(findings),
         _differences(findings),
+        _errors(findings),
         _table(findings.trials),
         _notes(findings.notes),
     )
@@ -73,18 +74,21 @@ def _hero(findings: Findings) -> str:
     inexact = sum(trial.verdict == "inexact" for trial in trials)
     failed = sum(trial.verdict == "failed" for trial in trials)
     broke = f"{'one' if failed == 1 else number(failed)} ended with an error instead of batches"
-    whole = plural(len(trials), "trial")
+    one = len(trials) == 1
+    of = "the one trial" if one else plural(len(trials), "trial")
     if not trials:
         told = "No trial was run, so nothing is known of whether this loader resumes exactly."
     elif inexact:
-        told = f"{number(inexact)} of {whole} did not deliver what the run without a stop delivered. {_sums(trials)}."
+        which = "The one trial" if one else f"{number(inexact)} of {of}"
+        told = f"{which} did not deliver what the run without a stop delivered. {_sums(trials)}."
         told += f" Of the others, {broke}." if failed else ""
     elif failed:
-        told = f"Of {whole}, {broke}."
-        told += f" The other {number(len(trials) - failed)} were exact." if failed < len(trials) else ""
+        rest = len(trials) - failed
+        told = "The one trial ended with an error instead of batches." if one else f"Of {of}, {broke}."
+        told += "" if not rest else " The other was exact." if rest == 1 else f" The other {number(rest)} were exact."
     else:
         told = "Ended and resumed, the loader delivered what the run without a stop delivered: the same batches, "
-        told += f"in the same order, in {'the one trial' if len(trials) == 1 else f'all {number(len(trials))} trials'}."
+        told += f"in the same order, in {of if one else f'all {of}'}."
     tone = findings.verdict if trials else "none"
     glyph = f"{GLYPHS[findings.verdict]} " if trials else ""
     return (
@@ -111,14 +115,15 @@ def _sums(trials: Sequence[Trial]) -> str:
 
 def _facts(findings: Findings) -> str:
     tiles = {
-        "trials": number(len(findings.trials)),
-        "stops": number(sum(len(trial.stops) for trial in findings.trials)),
-        "batches in a run": number(findings.batches),
-        "rows in a run": number(findings.rows),
-        "epochs": number(len(findings.epochs)),
-        "time": _time(findings.seconds),
+        "trial": len(findings.trials),
+        "stop": sum(len(trial.stops) for trial in findings.trials),
+        "batch in a run": findings.batches,
+        "row in a run": findings.rows,
+        "epoch": len(findings.epochs),
     }
-    listed = "".join(f"<li><b>{value}</b>{name}</li>" for name, value in tiles.items())
+    many = {"batch in a run": "batches in a run", "row in a run": "rows in a run"}
+    counted = [(number(value), name if value == 1 else many.get(name, name + "s")) for name, value in tiles.items()]
+    listed = "".join(f"<li><b>{value}</b>{name}</li>" for value, name in (*counted, (_time(findings.seconds), "time")))
     versions = ", ".join(f"{shown(name, 100)} {shown(version, 100)}" for name, version in findings.versions.items())
     return (
         f'<ul class="tiles">{listed}</ul>\n<dl><dt>factory</dt><dd><code>{shown(findings.factory)}</code></dd>'
@@ -183,6 +188,17 @@ def _difference(trial: Trial, first: Difference) -> str:
     )
 
 
+def _errors(findings: Findings) -> str:
+    """Each error once."""
+    cards = [
+        f'<section class="card failed"><h3>Trial{"s" if len(numbers) > 1 else ""} '
+        + ", ".join(f'<a href="#trial-{each}">{each}</a>' for each in numbers)
+        + f'</h3><pre class="error">{shown(error, 8000)}</pre></section>'
+        for numbers, error in findings.errors()
+    ]
+    return "<h2>Errors</h2>\n" + "\n".join(cards) if cards else ""
+
+
 def _apart(expected: str, found: str) -> tuple[str, str]:
     """Both as HTML, with the words marked in which they differ; of long equal parts only the near end is kept."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, found, strict=False)))
@@ -218,15 +234,15 @@ def _table(trials: Sequence[Trial]) -> str:
 
 def _row(trial: Trial) -> str:
     stops = "<br>".join(say_stop(stop) for stop in trial.stops) or "none"
+    failed = trial.verdict == "failed"  # nothing was counted
     counts = "".join(
-        f'<td class="count{"" if count else " zero"}">{number(count)}</td>'
+        f'<td class="count{"" if count else " zero"}">{"" if failed and not count else number(count)}</td>'
         for count in (trial.lost, trial.repeated, trial.reordered, trial.altered)
     )
-    error = f'<tr><td colspan="8"><pre class="error">{shown(trial.error, 8000)}</pre></td></tr>' if trial.error else ""
     return (
         f'<tbody id="trial-{trial.number}" class="{trial.verdict}"><tr><td class="count">{trial.number}</td>'
         f'<td class="badge">{GLYPHS[trial.verdict]} {trial.verdict}</td><td class="stops">{stops}</td>'
-        f'<td class="mono">{_topologies(trial.topologies)}</td>{counts}</tr>{error}</tbody>'
+        f'<td class="mono">{_topologies(trial.topologies)}</td>{counts}</tr></tbody>'
     )
 
 

@@ -9,12 +9,13 @@ Exit codes: 0 done; 3 the factory or the loader raised; the traceback is on stde
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import random
 import signal
 import sys
-import time
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +28,7 @@ import orjson
 import torch
 
 from unbroken.audit.probe import probe
-from unbroken.audit.records import brief, digest_of, fields_of, row_of, rows_of
+from unbroken.audit.records import brief, digest_of, fields_of, plain, row_of, rows_of
 from unbroken.audit.saves import merged, read_states, write_state
 from unbroken.audit.stretch import Halt, Line, Orders
 from unbroken.audit.subject import Subject
@@ -43,7 +44,7 @@ _LOOKS: Final = (1, 3, 8)  # batches after a save at which its state is looked a
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def make_subject(factory: str, arguments: dict[str, Any], epoch: int = 0) -> Subject:
+def make_subject(factory: str, arguments: dict[str, Any], epoch: int = 0, state_of: str = "") -> Subject:
     """The loader that a factory makes, called with those of the arguments that it takes.
 
     Raises ``AuditError`` where more than one worker or rank is asked of a factory that takes no such argument.
@@ -57,7 +58,7 @@ def make_subject(factory: str, arguments: dict[str, Any], epoch: int = 0) -> Sub
                 f"{factory} does not take {name}, so that {option} cannot reach the loader.\n"
                 f"Write it as def {factory.rpartition(':')[2]}({name}{also}) and pass {name} on, or leave {option} out."
             )
-    return Subject(function(**given), epoch)
+    return Subject(function(**given), epoch, state_of)
 
 
 def seed_globals(seed: int) -> None:
@@ -78,10 +79,11 @@ class Runner:
         self.subject: Subject | None = None
         self.counted = {"fetch": 0, "save": 0}
         self.handed_out: tuple[Any, bytes, int] | None = None
+        self.let_go = False
         self.say(started=True)
 
     def say(self, **words: Any) -> None:
-        os.write(self.log, orjson.dumps(words) + b"\n")
+        os.write(self.log, orjson.dumps({name: plain(word) for name, word in words.items()}) + b"\n")
 
     def run(self) -> None:
         orders = self.orders
@@ -89,35 +91,52 @@ class Runner:
             self.say(probe=probe(self.made_again))
             return
         seed_globals(orders.seed)
-        subject = self.subject = make_subject(orders.factory, dict(orders.arguments), orders.before.get("epoch", 0))
+        subject = self.subject = make_subject(
+            orders.factory,
+            dict(orders.arguments),
+            orders.before["epochs"][orders.rank] if orders.before else 0,
+            orders.before.get("of", ""),
+        )
         self.say(loader=subject.name, own_iterator=subject.iterates_itself)
-        if orders.start:
+        if orders.before:
             states = read_states(Path(orders.before["folder"]), orders.start, orders.before["world"], orders.format)
-            subject.load(merged(states, orders.rank, orders.world))
+            subject.load(merged(states, orders.rank, len(orders.before["epochs"])))
+        if orders.start == 0 in orders.saves:
+            self.save_first()
         halt = orders.halt
         while self.done < orders.end:
             if halt is not None and (halt.after, halt.where) == (self.done, "between"):
                 self.wait()
-            began = time.perf_counter()
             try:
                 batch = self.act("fetch", subject.fetch)
             except StopIteration:
                 self.say(ended=True)
                 return
-            self.deliver(batch, time.perf_counter() - began)
+            self.deliver(batch)
             del batch
             if halt is not None and (halt.after, halt.where) == (self.done - 1, "fetch"):
                 self.wait()  # the fetch made fewer calls than were counted
-            if self.done in orders.saves:
+            if self.done in orders.saves or (self.done in orders.over and subject.comes_to_an_end()):
                 self.act("save", self.save)
+                self.keep_digest()
                 if halt is not None and (halt.after, halt.where) == (self.done, "save"):
                     self.wait()
+
+    def save_first(self) -> None:
+        """A save before the first batch. A loader may refuse it: without a save a run begins anew."""
+        try:
+            self.save()
+            self.keep_digest()
+        except Exception as error:
+            self.say(no_first_save=f"{type(error).__name__}: {error}")
 
     def made_again(self) -> Subject:
         seed_globals(self.orders.seed)
         return make_subject(self.orders.factory, dict(self.orders.arguments))
 
-    def deliver(self, batch: Any, seconds: float) -> None:
+    def deliver(self, batch: Any) -> None:
+        if self.let_go:  # the loader swallowed it
+            raise SystemExit(0)
         rows = rows_of(batch)
         if self.done == self.orders.start:
             self.say(fields=fields_of(rows[0]) if rows else [])
@@ -132,9 +151,18 @@ class Runner:
             return
         orders = self.orders
         state = self.subject.state()
+        if self.let_go:  # the loader swallowed it
+            raise SystemExit(0)
+        self.say(state_of=self.subject.state_of)
         write_state(state, Path(orders.folder), self.done, orders.rank, orders.format)
-        with suppress(Exception):  # what is in a state need not have a digest
-            self.handed_out = state, digest_of(state), self.done
+        self.handed_out = state, b"", self.done
+
+    def keep_digest(self) -> None:
+        """Of the state that was just handed out. It is no part of the save, so that halts in a save lie in the save."""
+        if self.handed_out is not None:
+            (state, _, step), self.handed_out = self.handed_out, None
+            with suppress(Exception):  # what is in a state need not have a digest
+                self.handed_out = state, digest_of(state), step
 
     def look_again(self) -> None:
         """Whether the state that was handed out at the last save has changed since: a live one does."""
@@ -172,7 +200,8 @@ class Runner:
         def count(frame: FrameType, event: str, argument: Any) -> None:
             nonlocal left
             left -= 1
-            if left == 0:
+            # One that is closed in the middle of any() would swallow the end.
+            if left <= 0 and frame.f_code.co_name != "<genexpr>":
                 sys.setprofile(None)
                 self.wait()
 
@@ -186,6 +215,7 @@ class Runner:
         """Say that the halt has come, and wait to be ended; end by itself when nobody does."""
         os.write(self.events, b"h")
         os.read(self.control, 1)
+        self.let_go = True
         raise SystemExit(0)
 
 
@@ -195,6 +225,12 @@ def carry_out(runner: Runner) -> int:
         runner.run()
         if runner.subject is not None:
             runner.subject.close()
+        runner.say(done=True)
+    except SystemExit as error:
+        if runner.let_go:
+            raise
+        runner.say(error=f"SystemExit: the factory or the loader ended the program (exit code {error.code})")
+        return FAILED
     except Exception as error:
         cannot = isinstance(error, AuditError | FactoryError)
         if not cannot:
@@ -223,7 +259,19 @@ def _end_with_parent(parent: int) -> None:
 def main(orders: str, events: str, control: str, parent: str) -> int:
     """Run the orders in a file; the exit code."""
     _end_with_parent(int(parent))
-    return carry_out(Runner(Orders.from_json(Path(orders).read_text("utf-8")), int(events), int(control)))
+    code = carry_out(Runner(Orders.from_json(Path(orders).read_text("utf-8")), int(events), int(control)))
+    _end_with_threads(code)
+    return code
+
+
+def _end_with_threads(code: int) -> None:
+    """End at once where a thread would keep the process alive: what it was started for is done."""
+    others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+    if others:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

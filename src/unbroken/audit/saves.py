@@ -47,7 +47,7 @@ def _write_dcp(state: Any, path: Path) -> None:
 
     if not isinstance(state, Mapping):
         raise AuditError(
-            f"torch.distributed.checkpoint saves dicts, and this state is a {type(state).__name__}.\n"
+            f"torch.distributed.checkpoint saves dicts, and this state is of type {type(state).__name__}.\n"
             "Audit it with --save torch."
         )
     with warnings.catch_warnings():

@@ -36,8 +36,11 @@ class Halt:
 class Orders:
     """What the process of one rank does: a run from batch ``start`` up to ``end``, or to its halt.
 
-    It loads the states that ``world_before`` ranks saved at ``start`` in ``folder``, where ``start`` is not 0, and
-    saves its own after each number of batches in ``saves``. With ``end=0`` it looks at the dataset (see ``probe``).
+    It loads the states that were saved at ``start``, where there are any (``before``: in which folder, and by how many
+    ranks), and saves its own in ``folder`` after each number of batches in ``saves``, and after those in ``over`` when
+    the pass is over with that batch: then it has asked for the next one, as a loop does.
+    ``before`` also says whose states they are (``of``, see ``Subject.state_of``), and the epoch of each rank.
+    With ``end=0`` it looks at the dataset (see ``probe``).
     """
 
     factory: str
@@ -46,10 +49,10 @@ class Orders:
     format: Format
     end: int
     rank: int = 0
-    world: int = 1
     start: int = 0
-    before: Mapping[str, Any] = field(default_factory=dict)  # "folder", "world" and "epoch" of the states to load
+    before: Mapping[str, Any] = field(default_factory=dict)  # "folder", "world", "of", "epochs"
     saves: tuple[int, ...] = ()
+    over: tuple[int, ...] = ()
     seed: int = 0
     halt: Halt | None = None
 
@@ -65,7 +68,8 @@ class Orders:
     def from_json(text: str) -> Orders:
         values = orjson.loads(text)
         halt = None if values["halt"] is None else Halt(**values["halt"])
-        return Orders(**{**values, "halt": halt, "saves": tuple(values["saves"])})
+        lists = {name: tuple(values[name]) for name in ("saves", "over")}
+        return Orders(**{**values, "halt": halt, **lists})
 
 
 @final
@@ -86,7 +90,7 @@ class Line:
 @final
 @dataclass
 class Log:
-    """What one rank has written: its batches, what it said of itself, and where passes without a batch came."""
+    """What one rank has written: its batches, and what it said of itself."""
 
     lines: list[Line] = field(default_factory=list)
     said: dict[str, Any] = field(default_factory=dict)

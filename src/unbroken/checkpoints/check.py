@@ -5,17 +5,28 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 from unbroken.checkpoints.differ import FieldChange
 from unbroken.errors import FactoryError, StateError, UnbrokenError
+from unbroken.factories import accepted
 from unbroken.lanes import Lane, LaneStream
 from unbroken.loader import StatefulDataLoader
 from unbroken.state import HEADER, parse_header, parse_leaf
 
 __all__ = ["Answer", "check", "make_loader"]
+
+# What a factory is given of these where it has no default for them: the only rank, and no worker.
+_ALONE = {"num_workers": 0, "dp_rank": 0, "dp_world_size": 1}
+_NOT_THE_USERS = (
+    Path(__file__).parents[1],
+    *{Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
 
 
 @final
@@ -62,25 +73,49 @@ class Answer:
 def make_loader(factory: Callable[..., Any], name: str) -> StatefulDataLoader[Any]:
     """The loader that a factory makes. A generator or a context manager is not entered.
 
-    Raises ``FactoryError`` where the factory raises, or makes something else.
+    ``num_workers``, ``dp_rank`` and ``dp_world_size`` are passed, as 0, 0 and 1, where it has no default for them.
+
+    Raises ``FactoryError`` where the factory raises, wants another argument, or makes something else.
     """
+    wanted = _wanted(factory)
+    given = accepted(factory, {name: value for name, value in _ALONE.items() if name in wanted})
+    if missing := [each for each in wanted if each not in given]:
+        told = f"with {', '.join(given)} alone" if given else "without arguments"
+        raise FactoryError(f"{name} makes no loader here: it is called {told}, and wants {', '.join(missing)}.")
     try:
-        made = factory()
+        made = factory(**given)
+    except SystemExit as error:
+        raise FactoryError(f"{name} ended the program (exit code {error.code}) and made no loader.") from error
     except UnbrokenError as error:
-        raise FactoryError(f"{name} made no loader: {type(error).__name__}: {error}") from error
+        raise FactoryError(f"{name} made no loader: {type(error).__name__}: {error}{_raised_at(error)}") from error
     except Exception as error:
-        missing = [
-            each.name
-            for each in (inspect.signature(factory).parameters.values() if isinstance(error, TypeError) else ())
-            if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        ]
-        told = f" It is called without arguments, and wants {', '.join(missing)}." if missing else ""
-        raise FactoryError(f"{name} raised {type(error).__name__}: {error}.{told}") from error
+        raise FactoryError(f"{name} raised {type(error).__name__}: {error}{_raised_at(error)}") from error
     if not isinstance(made, StatefulDataLoader):
         raise FactoryError(
-            f"{name} made a {type(made).__module__}.{type(made).__qualname__}, and not unbroken's StatefulDataLoader."
+            f"{name} made an object of type {type(made).__module__}.{type(made).__qualname__}, and not "
+            "unbroken's StatefulDataLoader."
         )
     return made
+
+
+def _wanted(factory: Callable[..., Any]) -> list[str]:
+    """The arguments that a function has no default for."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # built in, without a signature
+        return []
+    return [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+
+
+def _raised_at(error: BaseException) -> str:
+    """The last line of the user's own code on the way to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(of) for of in _NOT_THE_USERS)]
+    return f"\nIt was raised in {own[-1].filename}, line {own[-1].lineno} ({own[-1].name})." if own else ""
 
 
 def check(position: Mapping[str, str], factory: Callable[..., Any], name: str) -> Answer:

@@ -7,6 +7,7 @@ no tensor. Nothing that is stored is run.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +30,10 @@ Place = tuple[str | int, ...]
 """Where something lies in a checkpoint: the keys and numbers on the way to it."""
 
 _METADATA = ".metadata"
+_WRITTEN = (".json", ".pt", ".pth")
 _FILES = (".json", ".pt", ".pth", ".ckpt", ".bin", ".tar")
 _MOST_TOLD = 12
+_DIGITS = re.compile(r"(\d+)")
 
 
 def read_position(path: Path, key: str | None = None) -> dict[str, str]:
@@ -66,11 +69,16 @@ def read_merged(paths: Sequence[Path], key: str | None = None) -> dict[str, str]
 
 def write_position(path: Path, position: Mapping[str, str], key: str = "") -> str:
     """Write a position: as JSON where the name ends in ``.json``, by ``torch.save`` where it ends in ``.pt`` or
-    ``.pth``, else as a DCP folder, in which it needs a name (``loader`` without a ``key``). Returns what was written,
-    in words.
+    ``.pth``, and where it has no such ending as a DCP folder, in which it needs a name (``loader`` without a ``key``).
+    Returns what was written, in words.
 
-    Raises ``InvalidState`` where there is something already.
+    Raises ``InvalidState`` where there is something already, or the name has another ending.
     """
+    if re.fullmatch(r"\.[A-Za-z]\w*", path.suffix) and path.suffix not in _WRITTEN:
+        raise InvalidState(
+            f"{path} ends in {path.suffix}, and a position is written to a file that ends in {', '.join(_WRITTEN)}, or "
+            "to a DCP folder, whose name has no ending."
+        )
     if path.exists():
         raise InvalidState(f"{path} is there already, and is left as it is. Name a new file or folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,9 +119,12 @@ class Checkpoint(ABC):
 
     @cached_property
     def found(self) -> dict[str, Place]:
-        """The positions by name: the keys on the way to each, with dots between; empty for the whole."""
+        """The positions by name: the keys on the way to each, with dots between; empty for the whole.
+
+        Each has a header, which is JSON and may be damaged: the same key also stands for a version, say.
+        """
         places = [place[:-1] for place in self.places() if place and place[-1] == HEADER]
-        return {".".join(map(str, place)): place for place in places if isinstance(self.at((*place, HEADER)), str)}
+        return {".".join(map(str, place)): place for place in places if _is_header(self.at((*place, HEADER)))}
 
     def position(self, name: str) -> dict[str, str]:
         """The position of this name. Raises ``InvalidState`` where a value in it is no text."""
@@ -166,7 +177,13 @@ class _Folder(Checkpoint):
         ways = self.metadata.planner_data
         ways = ways if isinstance(ways, dict) else {}
         names = self.metadata.state_dict_metadata
-        return {tuple(ways.get(name) or name.split(".")): name for name in names}
+        found = {name: ways.get(name) for name in names}
+        return {
+            way
+            if type(way) is tuple and all(type(part) in (str, int) for part in way)
+            else tuple(name.split(".")): name
+            for name, way in found.items()
+        }
 
     @cached_property
     def _pieces(self) -> dict[str, list[Any]]:
@@ -231,6 +248,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _Tree(path, json.loads(path.read_bytes()))
     except OSError as error:
         raise InvalidState(f"{path} cannot be read: {error}") from None
+    except RecursionError:
+        raise InvalidState(f"{path} is nested too deeply to be read. No checkpoint is.") from None
     except ValueError as error:
         if isinstance(error, InvalidState):
             raise
@@ -249,8 +268,9 @@ def _metadata_of(folder: Path) -> Path:
             f"{folder} has the parts of a DCP checkpoint and no {_METADATA}, which is written last: the save did not "
             "come to its end. Use another checkpoint."
         )
-    inside = sorted(found.parent for depth in ("*", "*/*", "*/*/*") for found in folder.glob(f"{depth}/{_METADATA}"))
-    inside += sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
+    inside = [found.parent for depth in ("*", "*/*", "*/*/*") for found in folder.glob(f"{depth}/{_METADATA}")]
+    inside.sort(key=_by_number)
+    inside += sorted((file for file in folder.iterdir() if file.suffix in _FILES and file.is_file()), key=_by_number)
     if not inside:
         raise InvalidState(
             f"{folder} is no checkpoint: it has no {_METADATA} of torch.distributed.checkpoint, and no file of "
@@ -262,6 +282,16 @@ def _metadata_of(folder: Path) -> Path:
         f"{folder} is no checkpoint; there {'is one' if len(inside) == 1 else f'are {len(inside)}'} in it:\n"
         f"{listed}{more}\nName one of them; of files of the ranks of one save, all."
     )
+
+
+def _is_header(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("{")
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """An order in which 50 comes before 100."""
+    parts = _DIGITS.split(str(path))  # each second one is a number
+    return [(int(part), "") if number % 2 else (0, part) for number, part in enumerate(parts)]
 
 
 def _chosen(checkpoint: Checkpoint, key: str | None) -> str:

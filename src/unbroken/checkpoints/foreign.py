@@ -65,7 +65,7 @@ class OfOrder:
     more.
 
     ``generator`` is the state of torchdata's random sampler when the epoch was drawn; None where there is none.
-    ``kept`` is whether the dataset had a state of its own.
+    ``kept`` is whether the dataset had a state of its own; ``workers`` whether there were any.
     """
 
     rows: int
@@ -74,6 +74,7 @@ class OfOrder:
     size: int | None
     generator: torch.Tensor | None
     kept: bool
+    workers: bool
     finished: bool
 
 
@@ -99,14 +100,25 @@ def find_foreign(checkpoint: Checkpoint, origin: str | None = None, key: str | N
     wanted = [name for name in outer if key is None or name == key or name.split(".")[-1] == key]
     if len(wanted) != 1:
         what = origin or "torchdata's StatefulDataLoader or torchtitan"
+        if not outer and checkpoint.found:
+            names = ", ".join(name or "(the whole)" for name in checkpoint.found)
+            raise InvalidState(
+                f"{checkpoint.path} has a position of unbroken already ({names}), and no state of {what}.\n"
+                "Load it as it is: there is nothing to take over."
+            )
         if not outer:
             raise InvalidState(
                 f"There is no state of {what} in {checkpoint.path}: {checkpoint.told()}.\n"
                 "It is told by the keys '_snapshot' or '_num_yielded' (torchdata) and 'dp_rank_0' (torchtitan)."
             )
-        names = ", ".join(repr(name) or "(the whole)" for name in outer)
-        asked = f", and none or several are {key!r}" if key else ""
-        raise InvalidState(f"The states of loaders in {checkpoint.path} are {names}{asked}.\nSay which with --key.")
+        names = ", ".join(repr(name) if name else "(the whole)" for name in outer)
+        if key is None:
+            raise InvalidState(f"The states of loaders in {checkpoint.path} are {names}.\nSay which with --key.")
+        none = f"no state of a loader {key!r}" if not wanted else f"{len(wanted)} states of loaders {key!r}"
+        raise InvalidState(
+            f"There is {none} in {checkpoint.path}; there is {', '.join(map(repr, wanted)) if wanted else names}.\n"
+            "Name one of them in full; where there is only one, --key can be left out."
+        )
     kind, place = outer[wanted[0]]
     where = f"{checkpoint.path}{f', {wanted[0]}' if wanted[0] else ''}"
     state = checkpoint.at(place)
@@ -158,7 +170,7 @@ def _alone(state: Mapping[str, Any]) -> OfWorkers | OfOrder:
     rows, generator = _sampled(state)
     if (fetcher := state["fetcher_state"]) is None:
         kept = state["dataset_state"] is not None
-        return OfOrder(rows, steps, 0, _size(state), generator, kept, finished)
+        return OfOrder(rows, steps, 0, _size(state), generator, kept, workers=False, finished=finished)
     worker = WorkerState(state["dataset_state"], fetcher["dataset_iter_state"], bool(fetcher["fetcher_ended"]))
     return OfWorkers((worker,), 0, steps, 0, _size(state), finished)
 
@@ -171,7 +183,7 @@ def _with_workers(state: Mapping[str, Any]) -> OfWorkers | OfOrder:
     if workers[0]["fetcher_state"] is None:
         kept = any(worker["dataset_state"] is not None for worker in workers)
         rows, generator = _sampled(main)
-        return OfOrder(rows, steps, since, _size(main), generator, kept, finished)
+        return OfOrder(rows, steps, since, _size(main), generator, kept, workers=True, finished=finished)
     read = tuple(
         WorkerState(
             worker["dataset_state"],

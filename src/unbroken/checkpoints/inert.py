@@ -1,4 +1,4 @@
-"""Reading what torch saved without running anything of it: no function that a file names is called.
+"""Reading what torch saved without running anything of it: of what a file names, only what makes tensors is called.
 
 ``torch.load(weights_only=True)`` refuses a file with an object that it does not know. Here such objects are read as
 ``Unknown``: they stand where they stood and do nothing, so that what lies beside them can be looked at.
@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import io
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -152,8 +155,20 @@ def _known(module: str, name: str, *tables: Mapping[str, Sequence[str]]) -> Any:
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return dtype
     if any(name in table.get(module, ()) for table in tables):
-        return getattr(importlib.import_module(module), name)
+        return _apart(getattr(importlib.import_module(module), name))
     return None
+
+
+@functools.cache
+def _of_its_own(kind: type) -> type:
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__})
+
+
+def _apart(known: Any) -> Any:
+    """The same, so that a file which sets attributes of it changes nothing that others use. Those of C are fixed."""
+    if not isinstance(known, type) or issubclass(known, Enum):
+        return functools.partial(known)
+    return _of_its_own(known) if dataclasses.is_dataclass(known) else known
 
 
 def _unpickled(data: bytes, find: Find, what: str, way_out: str) -> Any:

@@ -47,6 +47,7 @@ class LedgerComparison:
     """What two checkpoints say of the data that was delivered before them.
 
     ``notes`` are what there is to know beside the rows: fields of the fingerprint that differ, what is not compared.
+    ``whole``: whether all lanes or ranks of both are here.
     """
 
     a: str
@@ -54,18 +55,19 @@ class LedgerComparison:
     unit: str
     rows: tuple[LedgerRow, ...]
     notes: tuple[str, ...] = ()
+    whole: bool = True
 
     @property
     def verdict(self) -> Literal["same", "different", "unknown"]:
         """``"different"`` where lanes at the same place differ; ``"unknown"`` where none does, and not all could be
-        held against each other, or nothing was delivered yet.
+        held against each other, not all are here, there are no digests, or nothing was delivered yet.
         """
         findings = {row.finding for row in self.rows}
         if self._nothing:
             return "unknown"
         if "differs" in findings:
             return "different"
-        return "same" if findings == {"equal"} else "unknown"
+        return "same" if findings == {"equal"} and self.whole and self.unit != "rows" else "unknown"
 
     @property
     def same(self) -> bool:
@@ -84,6 +86,8 @@ class LedgerComparison:
         equal = sum(row.finding == "equal" for row in self.rows)
         if self.verdict == "same":
             return f"The same data: {number} of {number} {self._things(number)} agree."
+        if self.unit == "rows":
+            return self._told_of_places()
         if self.verdict == "different":
             differ = sum(row.finding == "differs" for row in self.rows)
             return f"Other data: {differ} of {number} {self._things(number)} differ at the same place."
@@ -91,22 +95,36 @@ class LedgerComparison:
             return "Neither has delivered anything that its ledger counts: there is nothing to compare."
         if all(row.finding == "cannot be compared" for row in self.rows):
             return "It cannot be told: nothing in these two can be compared."
+        if equal == number:
+            return f"It cannot be told for all: the {number} {self._things(number)} that are here agree."
         return (
             f"It cannot be told for all: {equal} of {number} {self._things(number)} stand at the same place and agree. "
             "A digest is of all that was delivered before it, and can only be compared at the same place: compare "
             "checkpoints of the same step."
         )
 
+    def _told_of_places(self) -> str:
+        finding = self.rows[0].finding
+        if finding == "differs":
+            return "Other data: the place is the same, and what is delivered there is not."
+        if finding == "equal":
+            return (
+                "It cannot be told: they stand at the same place of the same order, and no digest says what was read."
+            )
+        if finding == "cannot be compared":
+            return "It cannot be told: nothing in these two can be compared."
+        return "It cannot be told: they stand at other places, and no digest says what was read."
+
     def _things(self, number: int) -> str:
-        return {"samples": "lane", "batches": "rank"}.get(self.unit, "place") + "s" * (number != 1)
+        return {"samples": "lane", "batches": "rank"}[self.unit] + "s" * (number != 1)
 
 
-def compare_ledgers(a: Path, b: Path) -> LedgerComparison:
-    """Hold the ledgers of two checkpoints against each other.
+def compare_ledgers(a: Path, b: Path, key: str | None = None) -> LedgerComparison:
+    """Hold the ledgers of two checkpoints against each other; ``key`` names the position in them (``read_position``).
 
     Raises ``InvalidState`` where there is no position in one of them.
     """
-    return compare_positions(read_position(a), read_position(b), str(a), str(b))
+    return compare_positions(read_position(a, key), read_position(b, key), str(a), str(b))
 
 
 def compare_positions(a: Mapping[str, str], b: Mapping[str, str], name_a: str, name_b: str) -> LedgerComparison:
@@ -114,16 +132,17 @@ def compare_positions(a: Mapping[str, str], b: Mapping[str, str], name_a: str, n
     of_a, of_b = summarize(a), summarize(b)
     notes = _notes(of_a, of_b)
     why = _why_not(of_a, of_b)
+    whole = not any((side.missing or side.missing_ranks) for side in (of_a, of_b))
     if any(order.digest is None for order in (*of_a.orders, *of_b.orders)):
         notes.append(
             "Ranks of a map-style dataset share one place in one order, and are given other batches: there is no "
             "digest of what they saw. Only rows, order and seed were compared."
         )
-        return LedgerComparison(name_a, name_b, "rows", (_of_places(of_a, of_b, why),), tuple(notes))
+        return LedgerComparison(name_a, name_b, "rows", (_of_places(of_a, of_b, why),), tuple(notes), whole)
     entries_a, entries_b = _entries(of_a), _entries(of_b)
     rows = [_row(name, entries_a.get(name), entries_b.get(name), why) for name in sorted({*entries_a, *entries_b})]
     unit = "batches" if of_a.header.kind == "map" else "samples"
-    return LedgerComparison(name_a, name_b, unit, tuple(rows), tuple(notes))
+    return LedgerComparison(name_a, name_b, unit, tuple(rows), tuple(notes), whole)
 
 
 def _entries(summary: Summary) -> dict[str, tuple[int, int]]:
@@ -175,6 +194,11 @@ def _of_places(a: Summary, b: Summary, why: str) -> LedgerRow:
     elif (epoch_a, rows_a) != (epoch_b, rows_b):
         finding = "A is further" if (epoch_a, rows_a) > (epoch_b, rows_b) else "B is further"
         told = f"in epochs {epoch_a} and {epoch_b}, the same order and seed"
+        if epoch_a != epoch_b and (orders[0].sampler or orders[1].sampler):
+            told = f"in epochs {epoch_a} and {epoch_b}, of which the orders were drawn: only one of them is in each"
+    elif left := _other_data(a, b):
+        finding = "differs" if any(sure for _, sure in left) else "cannot be compared"
+        told = "; ".join(told for told, _ in left)
     return LedgerRow("place", rows_a, None, rows_b, None, finding, told)
 
 
@@ -184,16 +208,53 @@ def _other_order(a: Summary, b: Summary) -> list[str]:
     random = not str(a.fingerprint.get("sampler")).startswith("SequentialSampler")
     if random and a.head.run != b.head.run:
         others.append("the key of the run")
-    if a.orders[0].epoch == b.orders[0].epoch and a.orders[0].sampler != b.orders[0].sampler:
-        others.append("the draw")
+    if a.orders[0].epoch == b.orders[0].epoch:
+        if a.orders[0].sampler != b.orders[0].sampler:
+            others.append("the draw")
+        if a.head.epochs != b.head.epochs:
+            others.append(f"set_epoch ({_epochs_told(a)} and {_epochs_told(b)})")
     return others
+
+
+def _other_data(a: Summary, b: Summary) -> list[tuple[str, bool]]:
+    """What differs though place and order are the same, and whether the data that was delivered differs by it."""
+    found = []
+    order_a, order_b = a.orders[0], b.orders[0]
+    alike = _dealt(a) == _dealt(b)
+    passed_a, passed_b = (
+        [[first, min(after, side.head.step)] for first, after in side.head.passed if first < side.head.step]
+        for side in (a, b)
+    )
+    if passed_a != passed_b:
+        told = f"steps left out: {_steps_told(passed_a)} in A, {_steps_told(passed_b)} in B"
+        found.append((told, alike or not passed_a or not passed_b))
+    if (order_a.cursor, order_a.drawn) != (order_b.cursor, order_b.drawn):
+        found.append(("the sampler gave out other indices, or in batches of another size", alike))
+    if order_a.skipped != order_b.skipped:
+        counts = order_a.skipped.count, order_b.skipped.count
+        found.append((f"samples left out on the rank that saved: {counts[0]} in A, {counts[1]} in B", False))
+    return found
+
+
+def _dealt(summary: Summary) -> tuple[int | None, object]:
+    """How rows are dealt to batches."""
+    return summary.header.world, summary.fingerprint.get("batch_size")
+
+
+def _epochs_told(summary: Summary) -> str:
+    return ", ".join(f"{name} {epoch}" for name, epoch in summary.head.epochs.items()) or "none"
+
+
+def _steps_told(steps: Sequence[Sequence[int]]) -> str:
+    return ", ".join(f"{first}-{after - 1}" for first, after in steps) or "none"
 
 
 def _notes(a: Summary, b: Summary) -> list[str]:
     names = [name for name in {**a.fingerprint, **b.fingerprint} if a.fingerprint.get(name) != b.fingerprint.get(name)]
     notes = [f"The fingerprints differ in {', '.join(names)}."] if names else []
-    if a.missing or b.missing:
-        notes.append("Not all lanes are here: name the files of all ranks, or a DCP folder, to compare all of them.")
+    if a.missing or b.missing or a.missing_ranks or b.missing_ranks:
+        things = "lanes" if a.missing or b.missing else "ranks"
+        notes.append(f"Not all {things} are here: a DCP folder of all ranks, or one file of them all, has every one.")
     return notes
 
 

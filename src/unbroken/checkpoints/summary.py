@@ -72,7 +72,7 @@ class OrderLine:
     """The order of a map-style dataset: ``rows`` of the epoch were delivered. ``digest`` is the ledger, of a rank.
 
     ``sampler`` is what draws the order again; None where it follows from seed and epoch. ``cursor``: indices taken of a
-    sampler of the user's.
+    sampler of the user's; ``drawn``: count and digest of them over all epochs.
     """
 
     name: str
@@ -82,6 +82,7 @@ class OrderLine:
     digest: int | None
     sampler: dict[str, Any] | None
     cursor: int | None
+    drawn: list[int]
     beyond: list[list[int]]
     skipped: LeftOut
 
@@ -130,10 +131,17 @@ class Summary:
     @property
     def missing(self) -> list[int]:
         """The lanes that the header counts and that are not here: a position of one rank has its own only."""
-        if self.header.lanes is None or not self.lanes or not self.lanes[0].name.startswith("lane-"):
+        if self.header.lanes is None or self.header.ranks is not None:
             return []
-        here = {int(lane.name.removeprefix("lane-")) for lane in self.lanes}
-        return [number for number in range(self.header.lanes) if number not in here]
+        here = {lane.name for lane in self.lanes}
+        return [number for number in range(self.header.lanes) if f"lane-{number:06d}" not in here]
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """The ranks that the header counts and that are not here, where each has a leaf of its own."""
+        names = [*(lane.name for lane in self.lanes), *(order.name for order in self.orders)]
+        here = {name.partition(", ")[0] for name in names}
+        return [number for number in range(self.header.ranks or 0) if f"rank-{number:04d}" not in here]
 
     @property
     def samples(self) -> int:
@@ -148,7 +156,8 @@ class Summary:
 
     def to_json(self) -> str:
         """All of it as JSON."""
-        return json.dumps({**asdict(self), "samples": self.samples, "tokens": self.tokens, "missing": self.missing})
+        more = {"samples": self.samples, "tokens": self.tokens}
+        return json.dumps({**asdict(self), **more, "missing": self.missing, "missing_ranks": self.missing_ranks})
 
 
 def summarize(position: Mapping[str, str]) -> Summary:
@@ -243,6 +252,7 @@ def _order_line(name: str, leaf: Mapping[str, Any]) -> OrderLine:
         digest=_or_none(leaf["ledger"]),
         sampler=checked_sampler(leaf["sampler"]),
         cursor=whole(cursor["delivered"]) if cursor["delivered"] or cursor["anchor"] else None,
+        drawn=[whole(number) for number in cursor["ledger"]],
         beyond=[[whole(first), whole(last)] for first, last in leaf.get("beyond") or ()],
         skipped=_left_out(leaf),
     )

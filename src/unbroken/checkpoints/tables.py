@@ -79,10 +79,10 @@ def _header(summary: Summary, where: str) -> Table:
         ),
         ("format version", summary.header.version),
         ("steps", f"{summary.head.step:,}, of which {summary.head.step - summary.head.began:,} in this epoch"),
-        ("header written at", _at(summary.header.at)),
+        ("header written at", _at(summary)),
         ("lanes", _lanes_told(summary)),
         ("ranks", _ranks_told(summary)),
-        ("samples delivered", f"{summary.samples:,} over all epochs" if summary.lanes else None),
+        ("samples delivered", _samples_told(summary)),
         ("tokens delivered", None if summary.tokens is None else f"{summary.tokens:,}, with padding"),
         ("key of the run", "not drawn yet" if summary.head.run is None else f"{summary.head.run:016x}"),
         ("set_epoch", ", ".join(f"{name} {epoch}" for name, epoch in summary.head.epochs.items()) or None),
@@ -95,8 +95,21 @@ def _header(summary: Summary, where: str) -> Table:
     return table
 
 
-def _at(at: Sequence[int]) -> str | None:
-    return f"epoch {at[0]}, step {at[1]} of it, step {at[2]} in all" if len(at) == 3 else None
+def _at(summary: Summary) -> str | None:
+    """Where the header says something else than the leaves."""
+    at, head = summary.header.at, summary.head
+    if len(at) != 3 or at[1:] == [head.step - head.began, head.step]:
+        return None
+    return f"epoch {at[0]}, step {at[1]} of it, step {at[2]} in all"
+
+
+def _samples_told(summary: Summary) -> str | None:
+    if not summary.lanes:
+        return None
+    told = f"{summary.samples:,} over all epochs"
+    if summary.samples or not summary.head.step or summary.head.passed or summary.missing:
+        return told
+    return f"{told}; the steps before are not in the ledger: taken over from another loader"
 
 
 def _lanes_told(summary: Summary) -> str | None:
@@ -108,7 +121,9 @@ def _lanes_told(summary: Summary) -> str | None:
 
 def _ranks_told(summary: Summary) -> str | None:
     if summary.header.ranks is not None:
-        return f"{summary.header.ranks}, of which each has its own leaf; the same number at a load"
+        missing = summary.missing_ranks
+        here = f"; not here are {_numbered(missing)}" if missing else ""
+        return f"{summary.header.ranks}, of which each has its own leaf; the same number at a load{here}"
     return None if summary.header.world is None else f"saved on {summary.header.world}; any number at a load"
 
 

@@ -7,7 +7,7 @@ made so is refused, with the reason.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from unbroken.checkpoints.foreign import Foreign, OfOrder, OfWorkers, WorkerState
-from unbroken.errors import StateMismatch
+from unbroken.errors import InexactDataset, StateMismatch, UnbrokenError
 from unbroken.lanes import LaneStream, Turns
 from unbroken.loader import StatefulDataLoader
 from unbroken.sampling import MapOrder
@@ -41,7 +41,8 @@ class TakenOver:
 def take_over(foreign: Sequence[Foreign], loader: StatefulDataLoader[Any]) -> TakenOver:
     """The position at which ``loader`` goes on as the other one would have. Several states are those of ranks in order.
 
-    It was loaded into ``loader`` once. Raises ``StateMismatch`` where the two do not fit together or what comes next
+    It was loaded into ``loader``, which may have made a batch of each lane: make another one to go on with, or load the
+    position into it again. Raises ``StateMismatch`` where the two do not fit together or what comes next
     cannot be known, with the reason; ``UnsealableState`` where a dataset's state holds what no position can carry.
     """
     ranks = [rank for each in foreign for rank in each.ranks]
@@ -68,8 +69,49 @@ def take_over(foreign: Sequence[Foreign], loader: StatefulDataLoader[Any]) -> Ta
                 "The order of later epochs is drawn by unbroken, as torch does, and not as torchdata does.",
             ),
         )
+        if loader._order.kind == "distributed":
+            notes += (
+                "How many ranks there were, and whether they shuffled, is not in the state: as the sampler has it.",
+            )
+    if any(rank.size is None and rank.since and not rank.finished for rank in ranks):
+        notes += (
+            (
+                f"The batch size of then is not in the state: batch_size={loader.batch_size} of the loader was counted "
+                f"with, for the {max(rank.since for rank in ranks)} batches that were delivered after it was taken."
+            ),
+        )
     loader.load_state_dict(position)
+    if of_workers and any(lane["delivered"] for lane in _lanes_in(position)):
+        _check_made_again(loader, len(loader._mine()))
     return TakenOver(position, notes)
+
+
+def _check_made_again(loader: StatefulDataLoader[Any], lanes: int) -> None:
+    """Go on for a moment, so that every lane comes to its place: a batch that was short is in no state."""
+    loader.num_workers = 0
+    try:
+        batches = iter(loader)
+        for _ in range(lanes):
+            next(batches, None)
+    except InexactDataset as error:
+        _refuse(
+            f"what was delivered after the state of a worker was taken is not as many whole batches: {error}",
+            "Use a state that was saved at another step, before a worker delivered its last batch.",
+        )
+    except UnbrokenError:
+        raise
+    except Exception as error:
+        _refuse(
+            f"what was delivered after the state of a worker was taken is made again, and "
+            f"{type(loader.dataset).__qualname__} raised {type(error).__name__}: {error}",
+            "Take it over where the dataset has its data, over the dataset of then.",
+        )
+
+
+def _lanes_in(position: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for name in position.keys() - {HEADER}:
+        leaf = json.loads(position[name])
+        yield from leaf.get("lanes") or [leaf["lane"]]
 
 
 def _refuse(why: str, way_out: str) -> NoReturn:
@@ -143,6 +185,13 @@ def _lanes_of(rank: OfWorkers, loader: StatefulDataLoader[Any]) -> list[dict[str
             "everything has to be made again from the start of the epoch, and how many batches each worker had "
             "delivered before one of them ended is not in the state",
             "Use a state that was saved before a worker came to its end, or at the end of the epoch.",
+        )
+    if anew and rank.last != (rank.steps - 1) % len(rank.workers):
+        _refuse(
+            f"everything has to be made again from the start of the epoch, and {rank.steps} batches from there do not "
+            f"end with worker {rank.last}, as the state says: it was saved by a loader that had been resumed, and "
+            "torchdata refuses such a state itself",
+            "Use a state of a run that was not resumed in this epoch, or one of the end of the epoch.",
         )
     taken, made = _turns(rank, anew)
     size = rank.size or loader.batch_size or 1
@@ -228,6 +277,11 @@ def _place(ranks: Sequence[OfOrder], order: MapOrder, loader: StatefulDataLoader
             f"the loader shares out rows among {world} ranks, and what each rank took there depends on its sampler",
             "Use torch's DistributedSampler in the loader, as with torchdata.",
         )
+    if len(ranks) not in (1, world):
+        _refuse(
+            f"there are states of {len(ranks)} ranks, and the sampler of the loader is that of {world}",
+            "Name the state of one rank, or those of all, and make the loader for as many ranks as there were.",
+        )
     size = old.size or loader.batch_size or 1
     rows = 0 if old.finished else min((old.rows + old.since * size) * world, order.total())
     steps = old.steps + old.since
@@ -258,6 +312,12 @@ def _draw(old: OfOrder, order: MapOrder) -> dict[str, Any] | None:
         _refuse(
             f"the order was drawn by torchdata's RandomSampler, and the loader has a {type(order.base).__qualname__}",
             "Pass shuffle=True and generator=torch.Generator().",
+        )
+    if old.finished and old.workers:
+        _refuse(
+            "it is that of an epoch's end, and what torchdata draws before the next order depends on whether its "
+            "workers were persistent and whether it had a generator of its own, which the state does not tell",
+            "Begin a new epoch without the state, or use one that was saved within an epoch.",
         )
     drawn = torch.Generator()
     drawn.set_state(old.generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from importlib import metadata
 from typing import Annotated
 
@@ -52,5 +53,11 @@ app.add_typer(state)
 
 
 def main() -> None:
-    """The entry point of the ``unbroken`` command."""
-    app()
+    """The entry point of the ``unbroken`` command. What nobody has thought of ends it with exit code 2, for 1 is a
+    verdict.
+    """
+    try:
+        app()
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(2) from None

@@ -55,21 +55,30 @@ def audit(
     batches: Annotated[int, typer.Option(min=4, help="Batches of a run that are compared.")] = 100,
     trials: Annotated[int, typer.Option(min=1, help="Runs that are ended and resumed; each third one twice.")] = 10,
     kill: Annotated[
-        str, typer.Option(help="How a run is ended: sigkill, sigterm, or none (it ends by itself, between batches).")
+        str,
+        typer.Option(
+            metavar="sigkill|sigterm|none",
+            help="How a run is ended: sigkill, sigterm, or none (it ends by itself, between batches).",
+        ),
     ] = "sigkill",
     workers: Annotated[
-        str | None, typer.Option(help="Numbers of workers, such as 0,2,4. Half of the trials change it at a stop.")
+        str | None,
+        typer.Option(
+            metavar="0,2,4", help="Numbers of workers, such as 0,2,4. Half of the trials change it at a stop."
+        ),
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(help="Numbers of ranks, such as 1,2; each rank is a process. Half change it.")
+        str | None,
+        typer.Option(metavar="1,2", help="Numbers of ranks, such as 1,2; each rank is a process. Half change it."),
     ] = None,
-    save: Annotated[str, typer.Option(help="How the state is saved: torch, json or dcp.")] = "torch",
+    save: Annotated[str, typer.Option(metavar="torch|json|dcp", help="How the state is saved.")] = "torch",
     report: Annotated[Path | None, typer.Option(help="Write a page (HTML) of what was found.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write what was found as JSON.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of places and global generators: the same audit again.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds without a batch after which a run has failed.")] = 120,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: one a core.")] = None,
     ledger: Annotated[tuple[Path, Path] | None, typer.Option("--ledger", metavar="A B", help=_LEDGER)] = None,
+    key: Annotated[str | None, typer.Option(help="With --ledger: which position, where there are several.")] = None,
 ) -> None:
     """Kill a loader at random places, resume it, and hold it against the run that never stopped.
 
@@ -79,8 +88,7 @@ def audit(
 
     Exit code: 0 if every trial delivers the same batches, 1 if any does not, 2 if the audit could not be carried out.
     """
-    if ledger is not None:
-        _compare_ledgers(*ledger)
+    _ledgers_alone(factory, ledger, key)
     if factory is None:
         raise typer.BadParameter("Name the function that makes the loader, as module:function.")
     asked: dict[str, Any] = {
@@ -109,12 +117,13 @@ def _carry_out(factory: str, asked: dict[str, Any], report: Path | None, json: P
         with _progress() as progress:
             findings = run_audit(Audit(factory, **asked), progress)
         show(findings, Console(highlight=False))
-        if json is not None:
-            json.write_text(to_json(findings), "utf-8")
         if report is not None:
             from unbroken.audit.report import write_report
 
             write_report(findings, report)
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)
+            json.write_text(to_json(findings), "utf-8")
     except (AuditError, OSError) as error:
         cannot("The audit could not be carried out.", error)
     except KeyboardInterrupt:
@@ -154,13 +163,27 @@ def bar_of(bar: Progress) -> Told:
     return Bar()
 
 
-def _compare_ledgers(a: Path, b: Path) -> None:
+def _ledgers_alone(factory: str | None, ledger: tuple[Path, Path] | None, key: str | None) -> None:
+    """Compare two checkpoints and end, where that is what is asked for; nothing that is asked besides is left aside."""
+    if ledger is None and key is None:
+        return
+    if ledger is None:
+        raise typer.BadParameter("--key says which position of two checkpoints is compared: it goes with --ledger A B.")
+    if factory is not None:
+        raise typer.BadParameter(
+            f"--ledger compares two checkpoints and runs nothing, so that {factory!r} has no part in it. Leave one of "
+            "them out."
+        )
+    _compare_ledgers(*ledger, key)
+
+
+def _compare_ledgers(a: Path, b: Path, key: str | None) -> None:
     from unbroken.checkpoints.ledgers import compare_ledgers
     from unbroken.errors import UnbrokenError
 
     try:
-        found = compare_ledgers(a, b)
+        found = compare_ledgers(a, b, key)
     except (UnbrokenError, OSError) as error:
         cannot("The checkpoints could not be compared.", error)
     typer.echo(str(found))
-    raise typer.Exit(0 if found.same else 1)
+    raise typer.Exit(0 if found.same else 1 if found.verdict == "different" else 2)

@@ -26,7 +26,7 @@ _FACTORY = (
 )
 _CHECKPOINT = (
     "A checkpoint of the run (a DCP folder, a file of torch.save, JSON), or a folder of several: the nearest one "
-    "before the step is taken. Default: the start of the run."
+    "before the step is taken. Files of several ranks: given one by one, or in a folder. Default: the start of the run."
 )
 _STEP = "The step to make again, counted over all epochs from 0: that of the first batch of a run is 0."
 _LONGEST = 200
@@ -35,7 +35,7 @@ _LONGEST = 200
 def replay(
     factory: Annotated[str, typer.Argument(metavar="FACTORY", help=_FACTORY)],
     step: Annotated[int, typer.Option(min=0, help=_STEP)],
-    checkpoint: Annotated[Path | None, typer.Option(help=_CHECKPOINT)] = None,
+    checkpoint: Annotated[list[Path] | None, typer.Option(help=_CHECKPOINT)] = None,
     key: Annotated[str | None, typer.Option(help="Which position, where a checkpoint has several.")] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="dp ranks at that step. Default: as many as saved the checkpoint.")
@@ -61,7 +61,7 @@ def replay(
 
     end_on_sigterm()
     try:
-        found = None if checkpoint is None else _nearest(checkpoint, key, step)
+        found = _nearest(checkpoint, key, step) if checkpoint else None
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
             made = make_again(
                 load_factory(factory), None if found is None else found[1], step,
@@ -81,29 +81,45 @@ def replay(
         return
     console = Console()
     for part, rows in zip(made, lines, strict=True):
-        _print(console, part, rows, since, whole=whole)
+        _print(console, part, rows, since, whole=whole, decoded=decode or tokenizer is not None)
 
 
-def _nearest(checkpoint: Path, key: str | None, step: int) -> tuple[str, dict[str, str]]:
+def _nearest(paths: list[Path], key: str | None, step: int) -> tuple[str, dict[str, str]]:
     """The position in a checkpoint, or the nearest before a step of those in a folder; and what it is called."""
-    from unbroken.checkpoints.files import read_position
+    from unbroken.checkpoints.files import read_merged, read_position
     from unbroken.errors import InvalidState
-    from unbroken.replay import nearest
+    from unbroken.replay import nearest, step_of
 
-    inside = sorted(checkpoint.iterdir()) if checkpoint.is_dir() and not (checkpoint / ".metadata").exists() else []
+    folder = paths[0]
+    several = len(paths) == 1 and folder.is_dir() and not (folder / ".metadata").exists()
+    inside = sorted(folder.iterdir()) if several else []
     if not inside:
-        return str(checkpoint), read_position(checkpoint, key)
+        return ", ".join(map(str, paths)), read_merged(paths, key)
     positions: dict[str, dict[str, str]] = {}
-    failures: dict[str, InvalidState] = {}
+    failures: list[InvalidState] = []
     for path in inside:
         try:
-            positions[str(path)] = read_position(path, key)
+            position = read_position(path, key)
+            _add(positions, str(path), position, step_of(position))
         except InvalidState as error:
-            failures[path.name] = error
+            failures.append(error)
     if not positions and failures:
-        raise next(iter(failures.values()))
+        raise failures[0]
     name = nearest(positions, step)
     return name, positions[name]
+
+
+def _add(positions: dict[str, dict[str, str]], name: str, position: dict[str, str], step: int) -> None:
+    """Add a position; to those of other ranks, where they were saved at the same step."""
+    from unbroken.replay import step_of
+    from unbroken.state import HEADER
+
+    for other, found in list(positions.items()):
+        if step_of(found) == step and found.keys() & position.keys() == {HEADER}:
+            del positions[other]
+            positions[f"{other}, {name}"] = found | position
+            return
+    positions[name] = position
 
 
 def _shown_on(bar: Progress) -> Report:
@@ -164,16 +180,23 @@ def _told(part: Replayed, rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return {"rank": part.rank, "ranks": part.ranks, "step": part.step, "epoch": part.epoch, "rows": rows}
 
 
-def _print(console: Console, part: Replayed, rows: list[list[dict[str, Any]]], since: str, *, whole: bool) -> None:
+def _has_ids(part: Replayed) -> bool:
+    return isinstance(part.batch, dict) and "input_ids" in part.batch
+
+
+def _print(
+    console: Console, part: Replayed, rows: list[list[dict[str, Any]]], since: str, *, whole: bool, decoded: bool
+) -> None:
     of = f", rank {part.rank} of {part.ranks}" if part.ranks > 1 else ""
     table = Table(title=f"step {part.step}, epoch {part.epoch}{of}", title_justify="left", show_lines=whole)
+    hint = "" if decoded or not _has_ids(part) else " Add --decode to see the text of token ids."
     named = any("source" in origin for row in rows for origin in row)
     for column in ("", *(("source", "file", "row", "tokens") if named else ()), "text"):
         table.add_column(column, overflow="fold", justify="right" if column in ("", "row", "tokens") else "left")
     for cells in _cells(rows, named, whole):
         table.add_row(*cells)
     console.print(table)
-    console.print(f"Made again from {since}.\n", highlight=False)
+    console.print(f"Made again from {since}." + hint + "\n", highlight=False)
 
 
 def _cells(rows: list[list[dict[str, Any]]], named: bool, whole: bool) -> Iterator[list[str | Text]]:

@@ -17,22 +17,30 @@ __all__ = ["state"]
 
 state = typer.Typer(
     name="state",
-    help="Look into a position that was saved: a DCP folder, a file of torch.save, or JSON.",
+    help=(
+        "Look into a position that was saved: a DCP folder, a file of torch.save, or JSON.\n\n"
+        "Exit code: 0 if it was done (diff: they are equal; check: it would load), 1 if they differ or it would not "
+        "load, 2 if it could not be carried out."
+    ),
     no_args_is_help=True,
 )
 
 Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A DCP folder, a file of torch.save, or JSON.")]
 Checkpoints = Annotated[
     list[Path],
-    typer.Argument(metavar="CKPT...", help="A DCP folder, a file of torch.save, or JSON; or those of all ranks."),
+    typer.Argument(metavar="CKPT", help="A DCP folder, a file of torch.save, or JSON; or those of all ranks."),
 ]
 _KEY = "The name of the position in the checkpoint, where there are several: loader, or train.loader."
-Key = Annotated[str | None, typer.Option("--key", help=_KEY)]
+Key = Annotated[str | None, typer.Option("--key", metavar="NAME", help=_KEY)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Factory = Annotated[
     str,
     typer.Argument(
-        metavar="MODULE:FUNCTION", help="Makes the loader, without arguments: module:function, or file.py:function."
+        metavar="MODULE:FUNCTION",
+        help=(
+            "Makes the loader: module:function, or file.py:function. It is called with num_workers=0, dp_rank=0 and "
+            "dp_world_size=1 where it has no default for them, else without arguments."
+        ),
     ),
 ]
 
@@ -58,7 +66,10 @@ def show(
     lanes: Annotated[bool, typer.Option("--lanes", help="A line for each lane, also where there are many.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what is in a position: header, fingerprint, place of each lane and source, weights, what was left out."""
+    """Print what is in a position: header, fingerprint, place of each lane and source, weights, what was left out.
+
+    Exit code: 0 if it was printed, 2 if it could not be read.
+    """
     with _ending("The position cannot be shown."):
         from unbroken.checkpoints.files import read_merged
         from unbroken.checkpoints.summary import summarize
@@ -108,6 +119,7 @@ def check(ckpt: Checkpoints, factory: Factory, key: Key = None, as_json: AsJson 
 
     Exit code: 0 if it would load, 1 if not, 2 if that could not be found out.
     """
+    _check_order(ckpt, factory)
     with _ending("It cannot be checked."):
         from unbroken.checkpoints.check import check
         from unbroken.checkpoints.files import read_merged
@@ -118,25 +130,41 @@ def check(ckpt: Checkpoints, factory: Factory, key: Key = None, as_json: AsJson 
     raise typer.Exit(0 if answer.would_load else 1)
 
 
+def _check_order(ckpt: list[Path], factory: str) -> None:
+    """Ends with 2 where the function stands before the checkpoint."""
+    before = [str(path) for path in ckpt if ":" in path.name and not path.exists()]
+    if before and Path(factory).exists():
+        raise typer.BadParameter(
+            f"{before[0]} names a function and {factory} is a checkpoint, which comes first:\n"
+            f"unbroken state check {factory} {before[0]}"
+        )
+
+
 @state.command("import")
 def import_(
     old: Annotated[
         list[Path],
-        typer.Argument(metavar="OLD...", help="The checkpoint of the other loader; or those of all ranks, in order."),
+        typer.Argument(metavar="OLD", help="The checkpoint of the other loader; or those of all ranks, in order."),
     ],
     new: Annotated[
         Path, typer.Argument(metavar="NEW", help="Where to write the position: FILE.json, FILE.pt, or a DCP folder.")
     ],
     factory: Factory,
     origin: Annotated[
-        str | None, typer.Option("--from", help="torchdata or torchtitan. Default: told by the state itself.")
+        str | None,
+        typer.Option("--from", metavar="KIND", help="torchdata or torchtitan. Default: told by the state itself."),
     ] = None,
     key: Annotated[
-        str | None, typer.Option("--key", help="The name of the other loader's state, where there are several.")
+        str | None,
+        typer.Option("--key", metavar="NAME", help="The name of the other loader's state, where there are several."),
     ] = None,
     name: Annotated[
         str,
-        typer.Option("--as", help="The name that the position gets in NEW. Default: none; in a DCP folder, loader."),
+        typer.Option(
+            "--as",
+            metavar="NAME",
+            help="The name that the position gets in NEW. Default: none; in a DCP folder, loader.",
+        ),
     ] = "",
 ) -> None:
     """Take over the state of torchdata's StatefulDataLoader, or of torchtitan's loader, as a position.

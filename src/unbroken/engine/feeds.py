@@ -156,18 +156,19 @@ class MapFeed(Feed):
             tickets = [ticket for ticket, _, _ in self._queue if ticket is not None]
             place = tickets.index(self._engine.first_of(tickets))
         ticket, number, step = self._queue[place]
-        left_out = self._is_left_out(self._made)
+        left_out = self._in_order and self._is_left_out(self._made)
         if ticket is None and left_out:
             self._queue.popleft()
-            return Prepared(None, (number, None))
+            return self._nothing(number)
         try:
             if ticket is None:  # one before it failed, so that its number is another one
                 ticket = self._ask(step)
+                self._queue[place] = ticket, number, step
             reply = self._engine.collect(ticket)
         except Exception as error:
-            if id(error) == self._engine.failed and left_out and self._in_order:
+            if id(error) == self._engine.failed and left_out:
                 del self._queue[place]
-                return Prepared(None, (number, None))
+                return self._nothing(number)
             if id(error) == self._engine.failed:
                 del self._queue[place]  # a batch that fails is passed over if the user goes on, as in torch
                 self._front.fail(number)
@@ -175,16 +176,23 @@ class MapFeed(Feed):
             raise  # else it may still come, or be made by others
         del self._queue[place]
         try:
-            self._fill(self._engine.hosts * self._engine.lookahead)
+            self._fill(self._engine.hosts * self._engine.lookahead, ahead=1)
         except Exception as error:
             if id(error) != self._known:
                 raise
             self._late = error  # it is about another batch
+        if left_out:
+            return self._nothing(number)
         if step.empty:
             return Prepared(emptied(reply.batch), (number, None))
         if type(reply.made) is Fetched or self._passed:
             return self._without(number, reply)
         return Prepared(reply.batch, (number, reply.made))
+
+    def _nothing(self, number: int) -> Prepared:
+        """In place of a batch that is left out, whatever became of it: the same where it was made and where not."""
+        passed, self._passed = self._passed, []
+        return Prepared(None, (number, Fetched((), before=passed) if passed else None))
 
     def _without(self, number: int, reply: Reply) -> Prepared | None:
         """A batch without the samples that were left out; None where it has no other."""
@@ -202,11 +210,12 @@ class MapFeed(Feed):
 
     @property
     def passing(self) -> bool:
-        return self._position.passing
+        return self._is_left_out(0)
 
     def _is_left_out(self, ahead: int) -> bool:
         """Whether the step is to be left out that is so many ahead of the next one."""
-        return bool(self._position.passed) and lies_in(self._position.step + ahead, self._position.passed)
+        passed = self._position.ranges.passed
+        return bool(passed) and lies_in(self._position.step + ahead, passed)
 
     def commit(self, record: tuple[int, int | Fetched | None]) -> None:
         self._made -= 1
@@ -237,7 +246,8 @@ class MapFeed(Feed):
         tickets = [ticket for ticket, _, _ in self._queue]
         return not tickets or any(t is None or self._engine.ready(t) for t in tickets[: 1 if self._in_order else None])
 
-    def _fill(self, wanted: int) -> None:
+    def _fill(self, wanted: int, *, ahead: int = 0) -> None:
+        """``ahead``: so many are on their way to the user, and in the queue no more."""
         while self._broken is None and len(self._queue) < wanted and (not self._queue or self._engine.has_room()):
             if self._queue and not self._in_order and self._front.ahead >= _MOST_AHEAD * wanted:
                 return
@@ -249,7 +259,7 @@ class MapFeed(Feed):
             if found is None:
                 return
             number, step = found
-            if self._in_order and self._is_left_out(self._made + len(self._queue)):
+            if self._in_order and self._is_left_out(self._made + ahead + len(self._queue)):
                 self._queue.append((None, number, step))
                 continue
             try:

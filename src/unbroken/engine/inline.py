@@ -31,7 +31,7 @@ class Inline(Engine):
         self._batched = plan.batched
         self._tasks: dict[int, Any] = {}
         self._ticket = 0
-        self.task: Any = None  # the one that was run last
+        self.last: tuple[Any, Any] = (None, None)  # the task that was run last, and what came of it
 
     def open(self, epoch: int, dataset_epoch: int | None, starts: Mapping[int, LanePosition]) -> None:
         with alone():
@@ -54,8 +54,9 @@ class Inline(Engine):
     def _collect(self, ticket: int) -> Reply:
         aside = take_globals()
         try:
-            self.task = self._tasks[ticket]
-            reply = self._run(self.task)
+            task = self._tasks[ticket]
+            reply = self._run(task)
+            self.last = task, reply.made
             del self._tasks[ticket]  # kept where Ctrl-C came between, so that the batch can be asked for again
             return reply
         except StopIteration as error:

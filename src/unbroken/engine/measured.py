@@ -89,6 +89,9 @@ class Measured(Run):
     def _show(self, epoch: Epoch) -> None:
         """Show how a new pass goes, where that was asked for."""
         if self.measured.progress:
-            length = None if self._order is None else self._order.batches()
+            try:
+                length = None if self._order is None else self._order.batches()
+            except TypeError:  # a sampler without a length
+                length = None
             self.measured.show_on(LoaderView(weakref.WeakMethod(self.stats), length))
             weakref.finalize(epoch, self.measured.pause)
