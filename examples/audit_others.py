@@ -162,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text, allow_abbrev=False)
     parser.add_argument("--only", action="append", choices=list(LOADERS), help="only this; may be given several times")
     parser.add_argument("--batches", type=int, default=60, help="of each run (%(default)s)")
-    parser.add_argument("--trials", type=int, default=8, help="runs that are killed (%(default)s)")
+    parser.add_argument("--trials", type=int, default=10, help="runs that are killed (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the places where runs are killed (%(default)s)")
     parser.add_argument("--reports", type=Path, metavar="DIR", help="write a page of each audit there")
     args = parser.parse_args()
