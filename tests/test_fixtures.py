@@ -44,7 +44,9 @@ def test_a_function(resumes_exactly):
 def outcomes(pytester: pytest.Pytester, test: str) -> tuple[dict[str, int], str]:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test)
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    # Another test may have imported the fixtures, which pytest warns of where it would like to rewrite them.
+    rewritten = "-Wignore::pytest.PytestAssertRewriteWarning"
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", rewritten)
     return result.parseoutcomes(), result.stdout.str()
 
 
