@@ -16,7 +16,7 @@ from unbroken import StatefulDataLoader
 from unbroken.checkpoints.files import open_checkpoint, read_position, write_position
 from unbroken.checkpoints.foreign import find_foreign
 from unbroken.checkpoints.takeover import take_over
-from unbroken.errors import StateMismatch
+from unbroken.errors import InvalidState, StateMismatch
 
 pytest.importorskip("torchdata")
 
@@ -255,3 +255,24 @@ def test_a_batch_that_was_short_after_the_state_was_taken_is_refused(tmp_path: P
             [find_foreign(open_checkpoint(tmp_path / "old.pt"))],
             StatefulDataLoader(Rows(20), batch_size=3, num_workers=2),
         )
+
+
+def test_a_position_that_begins_at_a_state_is_refused_by_a_loader_that_ignores_states(tmp_path: Path) -> None:
+    """It would begin the epoch anew."""
+
+    def ours(**options: Any) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(Rows(20), batch_size=3, **options)
+
+    state = saved_after(lambda: Other(Rows(20), batch_size=3), 3)
+    position = taken(state, tmp_path, ours())
+    for resume in ("checked", "trust"):
+        loader = ours(resume=resume)
+        loader.load_state_dict(position)
+        assert batches_of(loader)[0] == [9, 10, 11]
+    loader = ours(resume="replay")
+    loader.load_state_dict(position)
+    with pytest.raises(InvalidState, match=r'(?s)taken over.*resume="replay" ignores states'):
+        next(iter(loader))
+    (tmp_path / "again").mkdir()
+    loader.load_state_dict(taken(state, tmp_path / "again", ours(resume="replay")))
+    assert batches_of(loader)[0] == [9, 10, 11]

@@ -253,6 +253,12 @@ class Cursor:
             self._enter(self._rules.pristine if self._rules.resume == "replay" else start.carry)
             made.opened = (0, self._opening.capture())
             return
+        if self._rules.resume == "replay" and start.last is None and start.anchor.after is not None:
+            raise InvalidState(
+                f"The position of lane {self._lane} was taken over from another loader: it begins at a state of the "
+                'dataset, and not at the start of the epoch, and resume="replay" ignores states.\n'
+                'Use resume="checked" or "trust" for the rest of this epoch, or take it over for a loader like this.'
+            )
         failures: list[Exception | None] = []
         if self._find_place(start.anchor, failures):
             return
