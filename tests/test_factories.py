@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import FactoryError
-from unbroken.factories import accepted, load_factory
+from unbroken.factories import accepted, call_factory, load_factory
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +68,9 @@ def test_a_function_is_given_what_it_takes() -> None:
     assert accepted(lambda **options: None, wanted) == wanted
     assert accepted(partial(make, b=4), wanted) == {"a": 1, "b": 2}
     assert accepted(dict, wanted) in ({}, wanted)
+
+
+def test_what_a_function_raises_is_told_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "four_program.py").write_text("def make():\n    return 1 // 0\n")
+    with pytest.raises(FactoryError, match=r"(?s)four raised ZeroDivisionError.*four_program.py, line 2 \(make\)"):
+        call_factory(load_factory("four_program.py:make"), {}, "four")

@@ -6,13 +6,20 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unbroken.errors import FactoryError
+from unbroken.errors import FactoryError, UnbrokenError
 
-__all__ = ["accepted", "load_factory", "name_of", "needed"]
+__all__ = ["accepted", "call_factory", "load_factory", "name_of", "needed"]
+
+_NOT_THE_USERS = (
+    Path(__file__).parent,
+    *{Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
 
 
 def load_factory(name: str) -> Callable[..., Any]:
@@ -102,3 +109,25 @@ def needed(function: Callable[..., Any], wanted: Mapping[str, Any]) -> dict[str,
 
 def _wanting(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+
+
+def call_factory(factory: Callable[..., Any], given: Mapping[str, Any], name: str) -> Any:
+    """What a factory makes, called with these arguments; ``name`` is what the error calls it.
+
+    Raises ``FactoryError`` where it raises, with the place in the user's code, or ends the program.
+    """
+    try:
+        return factory(**given)
+    except SystemExit as error:
+        raise FactoryError(f"{name} ended the program (exit code {error.code}) and made no loader.") from error
+    except UnbrokenError as error:
+        raise FactoryError(f"{name} made no loader: {type(error).__name__}: {error}{_raised_at(error)}") from error
+    except Exception as error:
+        raise FactoryError(f"{name} raised {type(error).__name__}: {error}{_raised_at(error)}") from error
+
+
+def _raised_at(error: BaseException) -> str:
+    """The last line of the user's own code on the way to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(of) for of in _NOT_THE_USERS)]
+    return f"\nIt was raised in {own[-1].filename}, line {own[-1].lineno} ({own[-1].name})." if own else ""

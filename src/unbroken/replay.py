@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from unbroken.epochs import epoch_holders
-from unbroken.errors import FactoryError, InvalidState, ReplayError, UnbrokenError
-from unbroken.factories import accepted, needed
+from unbroken.errors import InvalidState, ReplayError
+from unbroken.factories import accepted, call_factory, needed
 from unbroken.lineage import Origin
 from unbroken.loader import StatefulDataLoader
 from unbroken.skipped import Fetched
@@ -163,14 +163,8 @@ def _made(make_loader: Callable[..., Any], rank: int, world: int, *, shared: boo
             "dp_world_size.\nLet it take both and pass them on to the loader, or say ranks=1 for the rows of the "
             "global order."
         )
-    try:
-        loader = make_loader(**needed(make_loader, {"num_workers": 0}), **taken)
-    except SystemExit as error:
-        raise FactoryError(f"The function ended the program (exit code {error.code}) and made no loader.") from error
-    except UnbrokenError:
-        raise
-    except Exception as error:
-        raise FactoryError(f"The function that makes the loader raised {type(error).__name__}: {error}") from error
+    given = {**needed(make_loader, {"num_workers": 0}), **taken}
+    loader = call_factory(make_loader, given, "The function that makes the loader")
     if not isinstance(loader, StatefulDataLoader):
         raise ReplayError(
             f"The function made an object of type {type(loader).__module__}.{type(loader).__qualname__}, and only "

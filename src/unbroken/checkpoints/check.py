@@ -5,16 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, final
 
 from unbroken.checkpoints.differ import FieldChange
-from unbroken.errors import FactoryError, StateError, UnbrokenError
-from unbroken.factories import accepted
+from unbroken.errors import FactoryError, StateError
+from unbroken.factories import accepted, call_factory
 from unbroken.lanes import Lane, LaneStream
 from unbroken.loader import StatefulDataLoader
 from unbroken.state import HEADER, parse_header, parse_leaf
@@ -23,10 +20,6 @@ __all__ = ["Answer", "check", "make_loader"]
 
 # What a factory is given of these where it has no default for them: the only rank, and no worker.
 _ALONE = {"num_workers": 0, "dp_rank": 0, "dp_world_size": 1}
-_NOT_THE_USERS = (
-    Path(__file__).parents[1],
-    *{Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-)
 
 
 @final
@@ -82,14 +75,7 @@ def make_loader(factory: Callable[..., Any], name: str) -> StatefulDataLoader[An
     if missing := [each for each in wanted if each not in given]:
         told = f"with {', '.join(given)} alone" if given else "without arguments"
         raise FactoryError(f"{name} makes no loader here: it is called {told}, and wants {', '.join(missing)}.")
-    try:
-        made = factory(**given)
-    except SystemExit as error:
-        raise FactoryError(f"{name} ended the program (exit code {error.code}) and made no loader.") from error
-    except UnbrokenError as error:
-        raise FactoryError(f"{name} made no loader: {type(error).__name__}: {error}{_raised_at(error)}") from error
-    except Exception as error:
-        raise FactoryError(f"{name} raised {type(error).__name__}: {error}{_raised_at(error)}") from error
+    made = call_factory(factory, given, name)
     if not isinstance(made, StatefulDataLoader):
         raise FactoryError(
             f"{name} made an object of type {type(made).__module__}.{type(made).__qualname__}, and not "
@@ -109,13 +95,6 @@ def _wanted(factory: Callable[..., Any]) -> list[str]:
         for each in parameters
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
-
-
-def _raised_at(error: BaseException) -> str:
-    """The last line of the user's own code on the way to an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(of) for of in _NOT_THE_USERS)]
-    return f"\nIt was raised in {own[-1].filename}, line {own[-1].lineno} ({own[-1].name})." if own else ""
 
 
 def check(position: Mapping[str, str], factory: Callable[..., Any], name: str) -> Answer:
